@@ -85,7 +85,7 @@ PLACES = (
         weights.huggingface map_weights(2)
     """),
     (FIRST, "the data, rewards and adapters of the stages after pretraining", """
-        export.peft read_peft(6) _read_config _require_options(4) _Joined.part
+        export.peft read_peft(4) _require_targets(2) _read_config _require_options(4) _Joined.part
         model.lora _refuse_targets(2)
         run.refusals _adapters.look
         plan.stages later_phases
@@ -124,6 +124,7 @@ PLACES = (
     """),
     (BEGINNING, "the run directory, earlier runs in it, and the time that there is", """
         io.urls refuse_conflicting.look _reveal load
+        io.files cache_directory
         run.run_dir require_run require_own_run_dir require_own_folder(2) _entries
         run.stages stages_for
         recipe.timeline PhaseSteps.of

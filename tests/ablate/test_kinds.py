@@ -203,7 +203,7 @@ def test_the_critical_batch_beside_the_gradient_noise_scale(trained: Tiny, make:
     (experiment.out / "arms").mkdir(parents=True)
     known = {"seconds": 1.0, "flops": 1e9, "tokens_per_second": 1.0, "threads": 1}
     (experiment.out / SPEED).write_text(json.dumps(dict.fromkeys(experiment.arms, known)))  # nothing is calibrated
-    document, out = run_ablation(str(experiment.path), Options(jobs=2), lambda event: None, lambda line: None)
+    document, out, _ = run_ablation(str(experiment.path), Options(jobs=2), lambda event: None, lambda line: None)
     runs = {arm: out / "arms" / arm / "seed-1" for arm in experiment.arms}
     for run in runs.values():
         events = read_ledger(run / "ledger.jsonl")

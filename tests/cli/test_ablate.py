@@ -10,10 +10,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from command import Lmworks
 
@@ -23,6 +25,9 @@ from lmworks.ablate.run_set import save_arms
 from lmworks.checkpoint import listing
 from lmworks.host import machine
 from lmworks.metrics.log import read
+from lmworks.recipe.schema.recipe import Recipe
+from lmworks.shards.batch import Batch
+from lmworks.train.calibrate import Speed
 from lmworks.watch.ledger import read_ledger
 from patience import PATIENCE
 from tiny_run import Tiny
@@ -103,6 +108,46 @@ def test_two_runs_are_trained_and_an_end_between_them_repeats_nothing(
     other = write(tiny, tmp_path, recipe=str(tiny.run_dir), set=None, budget="4096 tokens", noise=str(out), out=str(tmp_path / "other"))
     error = lmworks("ablate", other).error
     assert f"noise: the runs of {out} have 3,072 training tokens, and these have 4,096; make a noise floor" in error
+
+
+def test_an_arm_that_does_not_fit_in_equal_time_costs_the_others_nothing(
+    lmworks: Lmworks, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its runs have failed with the advice, and the others have their tables; when it fits, the same command measures and trains it."""
+    fits = False
+
+    def measure(recipe: Recipe, batches: Sequence[Batch], patience: float, flops: Callable[[int], float]) -> Speed:
+        if recipe.model.intermediate_size == 512 and not fits:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+        return Speed({batch.tokens.shape[1]: 1e9 * (1 + fits) for batch in batches}, 1e9, 1e9)
+
+    monkeypatch.setattr("lmworks.train.calibrate.measure", measure)
+    arms = {"small": [], "wide": ["model.intermediate_size=512"]}
+    file, out = write(tiny, tmp_path, recipe=str(tiny.run_dir), seeds=1, set=None, budget="4096 tokens", equal="time", arms=arms), "out"
+    done = lmworks("ablate", file)
+    assert done.code == 2 and "1 of 2 runs failed, first wide, seed 1: memory ran out while its speed was measured" in done.error, done.err
+    assert "lower its train.micro_batch_sequences" in done.error and "ablate.log" not in done.error
+    said = done.out.replace("\n", "")
+    assert "Values" in said and "small" in said and f"page: {tmp_path / out / 'ablation.html'}" in said
+    known = json.loads((tmp_path / out / "speed.json").read_text())
+    assert "tokens_per_second" in known["small"] and "failed" in known["wide"]
+    assert not (tmp_path / out / "arms" / "wide").exists()
+    fits = True
+    done = lmworks("ablate", file, "--json")
+    assert done.code == 0 and json.loads(done.out)["unfinished"] == [], done.err
+    known = json.loads((tmp_path / out / "speed.json").read_text())
+    ends = {arm: read(tmp_path / out / "arms" / arm / "seed-1")[-1]["train/tokens"] for arm in arms}
+    ratio = known["wide"]["tokens_per_second"] / known["small"]["tokens_per_second"]
+    assert ends["small"] == 4096 and ends["wide"] == pytest.approx(4096 * ratio, abs=256) and ratio != 1, "small is not measured again"
+
+
+def test_a_baseline_without_a_speed_is_named(lmworks: Lmworks, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(*given: object) -> Speed:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("lmworks.train.calibrate.measure", measure)
+    done = lmworks("ablate", write(tiny, tmp_path, recipe=str(tiny.run_dir), seeds=1, set=None, equal="time"))
+    assert done.code == 2 and "arm muon, whose time all arms get, has no speed: memory ran out" in done.error, done.err
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ import yaml
 from command import Lmworks
 
 from base_models import write_model, write_tokenizer
+from lmworks.train.data.row_files import read_files
 
 WORDS = ["the", "of", "and", "to", "in", "that", "have", "with", "pump", "valve", "key", "water", "pressure", "open", "clean", "day"]
 ON = ("--cluster", "2-cores")  # nothing is measured
@@ -253,6 +254,100 @@ def test_too_little_nothing_and_no_folder(lmworks: Lmworks) -> None:
     )
     assert "--time" in lmworks("init", "files", "--time", "soon", *ON).error
     assert not list(Path().glob("*.yaml"))
+
+
+def used(lmworks: Lmworks, folder: str) -> dict[str, dict[str, object]]:
+    """What init finds in a folder, by the name of the file or the folder."""
+    done = lmworks("init", folder, "-o", "counted.yaml", "--json", *ON)
+    assert done.code == 0, done.err
+    Path("counted.yaml").unlink()
+    return {os.path.basename(one["path"]): one for one in json.loads(done.out)["used"]}
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz", "parquet"])
+@pytest.mark.parametrize("odd", [{"text": ""}, {"id": 5}, None])
+def test_an_odd_row_at_the_beginning_costs_its_share_and_not_the_corpus(lmworks: Lmworks, ending: str, odd: object) -> None:
+    """3,000 documents of 800 bytes, one of the first twenty without text; `None` is a line that is not JSON."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    values = [odd if n == 4 else {"text": prose(n)[:800]} for n in range(3000)]
+    written = "".join("{broken\n" if one is None else json.dumps(one) + "\n" for one in values)
+    Path("files").mkdir()
+    path = Path(f"files/a.{ending}")
+    if ending == "parquet":
+        pq.write_table(pa.table({"text": [(one or {}).get("text") for one in values]}), path)  # type: ignore[attr-defined]
+    else:
+        path.write_bytes(gzip.compress(written.encode()) if ending.endswith("gz") else written.encode())
+    (one,) = used(lmworks, "files").values()
+    off = 2.5 if ending.endswith("gz") else 1.07  # the compression is assumed
+    assert 2999 * 0.93 / off <= one["rows"] <= 2999 * off, one  # type: ignore[operator]
+    assert 2999 * 800 * 0.93 / off <= one["text_bytes"] <= 2999 * 800 * off, one  # type: ignore[operator]
+
+
+def test_rows_count_by_what_they_mean(lmworks: Lmworks, model: Path) -> None:
+    rows(Path("files/mixed/a.jsonl"), lambda n: {"z": n} if n % 4 == 0 else CHAT["sharegpt"](n), 4000)  # 2 MB at most: counted
+    rows(Path("files/short/a.jsonl"), lambda n: {"z": n} if n % 4 == 0 else PAIR(n), 12)
+    for n in range(40):  # more than are read
+        rows(Path(f"files/many/{n}.jsonl"), (lambda n: {"z": n}) if n % 2 else CHAT["alpaca"], 30)
+    found = used(lmworks, "files")
+    assert (found["mixed"]["rows"], found["short"]["rows"]) == (3000, 9)
+    assert 300 <= found["many"]["rows"] <= 900 and found["many"]["files"] < 30  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("place", ["", "tok"])
+def test_a_tokenizer_is_offered_and_its_files_are_no_text(lmworks: Lmworks, tmp_path: Path, place: str) -> None:
+    """Also where its files lie among the documents, whose source then names their ending."""
+    folder = tmp_path / "files" / place
+    folder.mkdir(parents=True)
+    write_tokenizer(folder, "qwen")
+    refused = lmworks("init", "files", *ON).error
+    assert "holds nothing to train on" in refused and "there is a tokenizer" in refused, refused
+    for name in ("adapter_config.json", "package.json", "model.safetensors.index.json", "trainer_state.json"):
+        (folder / name).write_text(json.dumps({"description": prose(1)}), encoding="utf-8")
+    (folder / "settings.json").write_text(json.dumps({"id": 3, "prompt_of_the_day": prose(1)}), encoding="utf-8")
+    rows(tmp_path / "files" / "rows.jsonl", lambda n: {"text": prose(n, 900)}, 300)
+    for n in range(60):
+        (tmp_path / "files" / f"{n}.txt").write_text(prose(n, 3000), encoding="utf-8")
+    recipe, said = init(lmworks, "files")
+    assert recipe["tokenizer"] == {"path": str(Path("files") / place), "as_is": True}, said
+    sources = {one["kind"]: one for one in recipe["corpus"]["sources"]}  # type: ignore[index]
+    assert sources["text"]["path"] == "files" and "tune" not in recipe
+    assert sources["jsonl"]["path"] == ("files/*" if place else "files/rows.jsonl") and "text_key" not in sources["jsonl"]
+    assert "one object, whose longest text is no document" in said and "belong to a model, a tokenizer" in said
+    assert lmworks("show", "out.yaml").code == 0
+    planned = lmworks("plan", "out.yaml")
+    assert planned.code == 0, planned.err
+
+
+def test_rows_that_are_held_out_by_name_are_left_out_of_the_path_too(lmworks: Lmworks, model: Path) -> None:
+    """By ending, by the first letters, one by one, or by their folder; the recipe reads what init has counted."""
+    for name in ("ending/a.jsonl", "letters/train-00000-of-00002.jsonl", "letters/train-00001-of-00002.jsonl", "single/a.jsonl",
+                 "single/z.jsonl", "folders/train/a.jsonl", "contest.jsonl", "latest.jsonl"):  # fmt: skip
+        rows(Path("files") / name, CHAT["messages"], 30)
+    held = ["ending/test.json", "letters/test-00000-of-00001.jsonl", "single/gsm8k_test.jsonl", "folders/dev/a.jsonl", "validation.jsonl"]
+    for name in held:
+        rows(Path("files") / name, CHAT["messages"], 7)
+    found = lmworks("init", "files", "-o", "out.yaml", "--json", *ON)
+    document = json.loads(found.out)
+    unused = {one["reason"]: one["count"] for one in document["not_used"]}
+    assert next(count for reason, count in unused.items() if "held out" in reason) == len(held), unused
+    read = [row.origin.rpartition(":")[0] for one in document["used"] for row in read_files("init", one["path"])]
+    assert len(read) == 8 * 30 == sum(one["rows"] for one in document["used"]) and not {*read} & {f"files/{name}" for name in held}
+
+
+@pytest.mark.parametrize("many", [14, 40])
+def test_held_out_folders_below_many_folders(lmworks: Lmworks, many: int) -> None:
+    """As many folders are one source, whose path cannot leave out a file of the same name: the recipe names each file, or says so."""
+    for n in range(many):
+        rows(Path(f"files/{n}/a.jsonl"), CHAT["messages"], 5)
+    rows(Path("files/test/a.jsonl"), CHAT["messages"], 5)
+    recipe, said = init(lmworks, "files")
+    paths = [one["path"] for one in recipe["tune"]["data"]]  # type: ignore[index]
+    if many == 14:
+        assert sorted(paths) == sorted(f"files/{n}/a.jsonl" for n in range(many))
+    else:
+        assert paths == ["files"] and "move files/test/a.jsonl and the like elsewhere" in said
 
 
 @pytest.mark.skipif(not REAL, reason="needs the real rows beside the checkout")

@@ -20,6 +20,7 @@ from lmworks.shards.batches import Batches
 from lmworks.train import trainer
 from lmworks.watch.ledger import RunLock, read_ledger
 from tiny_run import FIRST, STEPS, Tiny, before_each_step, checkpoint, curve, same_bits
+from written_run import write_run
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 LMWORKS = [sys.executable, "-m", "lmworks.cli.main"]
@@ -136,6 +137,20 @@ def test_checkpoints_are_listed_and_verified(lmworks: Lmworks, finished: Tiny, t
 def test_a_run_without_checkpoints(lmworks: Lmworks, tiny: Tiny) -> None:
     assert lmworks("ckpt", "list", tiny.run_dir).out == "no checkpoints yet\n"
     assert json.loads(lmworks("ckpt", "list", tiny.run_dir, "--json").out) == []
+
+
+def test_the_page_of_a_run_that_can_only_be_read(lmworks: Lmworks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = write_run(tmp_path / "run", {"train/loss": [2.0, 1.0]})
+    real = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode, **how: real(path, mode, **how) and not (Path(path) == run and mode & os.W_OK))
+    done = lmworks("report", run)
+    assert done.code == 2 and f"{run} cannot be written" in done.error and "with --out" in done.error, done.err
+    for out, page in ((tmp_path / "page.html", tmp_path / "page.html"), (tmp_path, tmp_path / "report.html")):
+        done = lmworks("report", run, "--out", out)
+        assert done.code == 0 and page.read_text().startswith("<!"), done.err
+    assert not (run / "report.html").exists()
+    done = lmworks("report", run, "--out", "/sys/page.html")
+    assert done.code == 2 and "run_dir" not in done.error, done.err
 
 
 def test_the_report(lmworks: Lmworks, finished: Tiny, tmp_path: Path) -> None:

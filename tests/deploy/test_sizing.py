@@ -111,6 +111,17 @@ def test_latent_attention_is_not_divided() -> None:
     assert fit.tensor == 8 and fit.kv_token == 4 * (512 + 64) * 2
 
 
+def test_vllm_would_give_lfm2_another_head() -> None:
+    shape = {"vocab_size": 1024, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+             "head_dim": 16, "intermediate_size": 128, "layer_types": ["conv", "full_attention"], "short_conv": {},
+             "max_position_embeddings": "4096 tokens"}  # fmt: skip
+    own, tied = (source(Model.model_validate(shape | {"tie_word_embeddings": tied})) for tied in (False, True))
+    with pytest.raises(UserError, match="a head of its own: use --engine sglang"):
+        plan_deployment(own, "vllm", "balanced", parse_gpus("1xh100"))
+    plan_deployment(own, "sglang", "balanced", parse_gpus("1xh100"))
+    plan_deployment(tied, "vllm", "balanced", parse_gpus("1xh100"))
+
+
 def test_sglang_has_eagle_and_no_cpu() -> None:
     found = flags(source(GLM_355B, 8), "sglang", "latency", parse_gpus("8xh200"))
     assert found["--speculative-algorithm"] == "EAGLE" and found["--speculative-num-draft-tokens"] == "4"

@@ -93,7 +93,7 @@ def _otherwise(rope: dict[str, Any], head_dim: int, family: Family, kind: Any, d
 def _ropes_otherwise(ropes: dict[str, Any], family: Family, draw: random.Random) -> dict[str, Any]:
     """The keys of a RoPE for each kind of layer, as now, or as older configs have them."""
     full, sliding = ropes["full_attention"], ropes["sliding_attention"]
-    if draw.random() < 0.3:
+    if "rope_scaling" in family.fixed or draw.random() < 0.3:  # which reads no older keys
         return {"rope_parameters": ropes}
     if "rope_local_base_freq" not in family.defaults:  # what is at the top is of the layers that see everything
         if sliding["rope_theta"] == family.sliding_rope_theta:

@@ -83,7 +83,7 @@ def test_random_models_of_each_class_come_back(family: Family, models: int, make
     "name",
     ["llama", "llama-llama3", "llama-yarn", "glm4moe", "deepseek", "qwen3moe", "gpt-oss",
      *(pytest.param(name, marks=pytest.mark.slow) for name in (
-         "qwen3", "smollm3", "mixtral", "olmoe", "olmo3", "minimax-m2", "qwen2moe", "lfm2", "lfm2moe"))],
+         "qwen3", "smollm3", "mixtral", "olmoe", "olmo3", "mellum", "minimax-m2", "qwen2moe", "lfm2", "lfm2moe"))],
 )
 def test_a_run_comes_back_with_its_tokenizer(make_run: Callable[..., Any], tmp_path: Path, name: str) -> None:
     run = make_run(name)
@@ -328,3 +328,27 @@ def test_the_pattern_of_sliding_layers_is_that_of_the_model(make_run: Callable[.
     for other in (slides[::-1], 3, True, "often"):
         with pytest.raises(UserError, match=r"olmo2\.attention\.sliding_window_pattern is .*, which lmworks cannot read"):
             model_of(replace(header, metadata=header.metadata | {key: other}))
+
+
+def test_any_pattern_of_mellum_is_read_as_a_list_or_a_period(make_run: Callable[..., Any], tmp_path: Path) -> None:
+    """As llama.cpp reads it, which takes a period of 4 for a file without a pattern, and computes sliding layers with `rope.freq_base`."""
+    run, key = make_run("mellum"), "mellum.attention.sliding_window_pattern"
+    write_gguf(run.model, run.tokenizer, tmp_path / "model.gguf", torch.float32, "tiny")
+    header = read_header(tmp_path / "model.gguf")
+    assert header.metadata[key] == [True, True, False, True] and header.metadata["mellum.attention.sliding_window"] == 24
+    without = {name: value for name, value in header.metadata.items() if name not in (key, "mellum.rope.freq_base_swa")}
+    for pattern, slides in (
+        ({key: [True, True, False, True]}, "1101"), ({key: [False, True, True, False]}, "0110"), ({key: [True] * 4}, "1111"),
+        ({key: 2}, "1010"), ({key: 3}, "1101"), ({key: 9}, "1111"), ({}, "1110"),
+    ):
+        found = model_of(replace(header, metadata=without | pattern))
+        assert "".join(str(int(found.slides(layer))) for layer in range(4)) == slides
+        assert found.sliding_rope is not None and found.sliding_rope.theta == found.rope.theta and found.rope.scaling == "yarn"
+    for other in ("often", [True, False], [1, 0, 1, 0], 0):
+        with pytest.raises(UserError, match="sliding_window_pattern is neither a period nor one truth value per layer"):
+            model_of(replace(header, metadata=without | {key: other}))
+    with pytest.raises(UserError, match=r"mellum\.rope\.freq_base_swa is 500\.0, which lmworks cannot read"):
+        model_of(replace(header, metadata=header.metadata | {"mellum.rope.freq_base_swa": 500.0}))
+    for none in ({key: [False] * 4}, {"mellum.attention.sliding_window": 0}):
+        with pytest.raises(UserError, match="it is no model of architecture mellum that lmworks has"):
+            model_of(replace(header, metadata=header.metadata | none))

@@ -114,8 +114,8 @@ def test_an_adapter_is_applied_as_merging_does(
 
 @pytest.mark.parametrize(
     "name",
-    ["glm4moe", "glm4moe-groups", "deepseek", "qwen3", "qwen3moe", "mixtral", "olmoe", "olmo2", "olmo3", "gpt-oss", "minimax-m2",
-     "qwen2", "qwen2moe", "llama", "llama-yarn",
+    ["glm4moe", "glm4moe-groups", "deepseek", "qwen3", "qwen3moe", "mixtral", "olmoe", "olmo2", "olmo3", "mellum", "gpt-oss",
+     "minimax-m2", "qwen2", "qwen2moe", "llama", "llama-yarn",
      "llama-llama3", "smollm3", "glm4", "granite", "granitehybrid", "nemotron-h-moe", "qwen3next", "qwen35", "qwen35moe", "lfm2",
      "lfm2moe"],
 )

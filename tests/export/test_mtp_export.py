@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from random_configs import random_config
 from safetensors.torch import load_file, save_file
 from test_huggingface import relative
 
@@ -18,6 +19,7 @@ from lmworks.errors import UserError
 from lmworks.export.huggingface import write_model
 from lmworks.io.files import read_json, write_json
 from lmworks.model import Transformer
+from lmworks.recipe.families.registry import FAMILIES
 from lmworks.recipe.schema.model import Mla, Model, Moe, Mtp, Rope
 from lmworks.weights.huggingface import read_model
 from lmworks.weights.names import exports_mtp
@@ -156,6 +158,27 @@ def test_a_class_without_a_place_for_it_is_exact_without_it(tmp_path: Path) -> N
     assert read.config == model.config.model_copy(update={"mtp": None})
     tokens = torch.arange(20)[None]
     assert torch.equal(read(tokens), model.eval()(tokens))
+
+
+def test_layers_ahead_that_the_class_leaves_out_are_left_out(tmp_path: Path) -> None:
+    """Published Mellum 2 has one such layer, and `transformers` reads the model without it."""
+    import transformers
+
+    config = random_config(FAMILIES["MellumForCausalLM"], 1)
+    config.num_mtp_layers, config.mtp_layer_types, config.mtp_mlp_layer_types = 1, ["sliding_attention"], ["sparse"]
+    transformers.MellumForCausalLM(config).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {"mtp.layers.0.input_layernorm.weight": torch.ones(3)}, file, {"format": "pt"})
+    assert read_json(tmp_path / "config.json")["num_nextn_predict_layers"] == 1
+    read, tokens = read_model(tmp_path), torch.randint(1, 96, (2, 24), generator=torch.Generator().manual_seed(1))
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    with torch.no_grad():
+        torch.testing.assert_close(read(tokens), again(tokens).logits, rtol=1e-5, atol=1e-5)
+    assert read.config.mtp is None
+    save_file(tensors | {"mtp2.layers.0.input_layernorm.weight": torch.ones(3)}, file, {"format": "pt"})
+    with pytest.raises(UserError, match=r"mtp2\.layers\.0\.input_layernorm\.weight"):
+        read_model(tmp_path)
 
 
 def test_layers_in_files_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

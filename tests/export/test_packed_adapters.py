@@ -73,7 +73,8 @@ def equal_in_peft(lora: Lora, config: Model, folder: Path) -> tuple[dict[str, to
     [*((_CLASS, targets, rslora)
        for targets in (("all-linear",), ("attention.query", "layers.1.attention.key")) for rslora in (False, True)),
      ("granitemoehybrid", ("all-linear",), False), ("granitemoehybrid_experts", ("mlp",), False),
-     ("nemotron_h_experts", ("query", "input", "mlp"), False), ("lfm2", ("all-linear",), False), ("lfm2_moe", ("all-linear",), True)],
+     ("nemotron_h_experts", ("query", "input", "mlp"), False), ("lfm2", ("all-linear",), False), ("lfm2_moe", ("all-linear",), True),
+     ("mellum_all_slide", ("all-linear",), False)],
 )
 def test_peft_computes_with_our_adapters_and_they_are_read_back(name: str, targets: tuple[str, ...], rslora: bool, tmp_path: Path) -> None:
     lora, config = Lora(rank=3, alpha=6.0, rslora=rslora, targets=targets), CASES[name]

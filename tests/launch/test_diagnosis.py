@@ -206,7 +206,7 @@ def test_the_last_beat_of_a_killed_rank_is_recovered_by_its_machine(tmp_path: Pa
 def test_what_an_older_start_has_left_on_a_machine_does_not_cover_the_beat_of_another_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "_PRIVATE", (tmp_path,))
+    monkeypatch.setattr(files, "_private_bases", lambda: (tmp_path,))
     old = Heartbeat(tmp_path, 0)
     old.beat(9, "forward")
     shared = json.dumps({name: value for name, value in asdict(beat(0, "running", step=4)).items() if name != "seen"})
@@ -223,7 +223,7 @@ def test_a_name_that_somebody_else_may_have_taken_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken: str
 ) -> None:
     """As another user could in /dev/shm before the first run. Then only shared heartbeats are left."""
-    monkeypatch.setattr(files, "_PRIVATE", (tmp_path,))
+    monkeypatch.setattr(files, "_private_bases", lambda: (tmp_path,))
     target, name = tmp_path / "target", tmp_path / f"lmworks-{os.geteuid()}"
     target.mkdir(mode=0o700)
     if taken == "link":
@@ -241,7 +241,7 @@ def test_a_name_that_somebody_else_may_have_taken_is_not_used(
 
 
 def test_the_folder_of_a_user_is_closed_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "_PRIVATE", (tmp_path / "missing", tmp_path))
+    monkeypatch.setattr(files, "_private_bases", lambda: (tmp_path / "missing", tmp_path))
     assert files.private_folder().parent == tmp_path
     assert stat.S_IMODE(files.private_folder().stat().st_mode) == 0o700
 

@@ -11,6 +11,7 @@ import pytest
 
 from lmworks.errors import UserError
 from lmworks.metrics import METRICS, MetricLog, describe, read
+from lmworks.metrics.names import ELAPSED
 from lmworks.recipe.schema.artifacts import Metrics
 
 
@@ -24,12 +25,12 @@ def test_lines_have_step_time_and_values(tmp_path):
         log.write(0, {"validation/code/bits_per_byte": 1.25})
         log.write(1, {"train/loss": float("nan")})
     lines = read(tmp_path / "run")
-    assert [{key: value for key, value in line.items() if key != "time"} for line in lines] == [
+    assert [{key: value for key, value in line.items() if key not in ("time", ELAPSED)} for line in lines] == [
         {"step": 0, "train/loss": 2.5, "train/perplexity": 12.2},
         {"step": 0, "validation/code/bits_per_byte": 1.25},
         {"step": 1, "train/loss": None},
     ]
-    assert all(isinstance(line["time"], float) for line in lines)
+    assert all(isinstance(line["time"], float) and 0 <= line[ELAPSED] < 60 for line in lines)
 
 
 def test_a_resumed_run_has_each_step_once(tmp_path):

@@ -142,7 +142,7 @@ def test_settings_that_do_not_combine_are_refused(change: dict[str, Any], reason
 
 
 def test_layouts_that_split_states_are_refused() -> None:
-    settings = ["model.layer_types=[hybrid]", "model.mamba={num_heads: 4}", "layout.cp=2"]
+    settings = ["model.preset=glm-nano", "model.layer_types=[hybrid]", "model.mamba={num_heads: 4}", "layout.cp=2"]
     with pytest.raises(UserError, match=r"model.mamba are passed from no rank.*set layout.cp to 1"):
         load_recipe("quickstart", settings)
 

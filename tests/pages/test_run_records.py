@@ -8,6 +8,7 @@ import shutil
 import socket
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from page_runs import STEPS
 
 import written_run
 from lmworks.io.files import read_json, write_json
+from lmworks.metrics import MetricLog
 from lmworks.pages.curves import Curves
 from lmworks.pages.overview import comparison, heading, tiles
 from lmworks.pages.read_run import read_run
@@ -22,7 +24,9 @@ from lmworks.pages.record_files import conform
 from lmworks.pages.run_page import write_page
 from lmworks.pages.tables import predictions, scores
 from lmworks.pages.timeline import timeline
+from lmworks.recipe.schema.artifacts import Metrics
 from lmworks.recipe.schema.layout import Cluster
+from lmworks.run.prediction import measured_mfu
 from lmworks.ui.amounts import significant
 from lmworks.watch.ledger import Ledger
 
@@ -260,3 +264,58 @@ def test_work_that_a_crash_has_lost_was_paid(tmp_path: Path) -> None:
     )
     part = read_run(folder).pretrain
     assert (part.seconds, part.device_seconds) == (900, 300 + 300 + 2 * 300)
+
+
+@pytest.mark.parametrize("at", [15, 25])
+@pytest.mark.parametrize("jump", [86_400.0, -86_400.0])
+def test_a_clock_that_is_set_is_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: float, at: int) -> None:
+    """A day forward or back at a step of 30, kept or trained again. A resume after step 20, by the clock as set, repeats steps
+    21 to 30 on two ranks."""
+    clock, steady = [1.0e9], [50.0]
+    monkeypatch.setattr("lmworks.metrics.log.time", SimpleNamespace(time=lambda: clock[0], monotonic=lambda: steady[0]))
+    folder = written_run.write_run(tmp_path / "run")
+
+    def train(first: int, last: int) -> None:
+        with MetricLog(folder, Metrics(), first) as log:
+            for step in range(first, last + 1):
+                clock[0] += 10 + jump * (step == at)
+                steady[0] += 10
+                log.write(step, {"train/loss": 1.0, "train/tokens": 100.0 * step, "perf/step_seconds": 10.0})
+
+    train(1, 30)
+    append(folder / "ledger.jsonl", {"event": "finish", "stage": "pretrain", "time": clock[0]})
+    part = read_run(folder).pretrain
+    assert (part.seconds, part.tokens_per_second) == (300, 10) and part.measured()["seconds"] == 300
+    until = clock[0]
+    clock[0] += 5000
+    steady[0] = 7.0  # after a reboot
+    append(folder / "ledger.jsonl", {
+        "event": "resume", "stage": "pretrain", "step": 20, "time": clock[0], "trained_until": until,
+        "trained_for": 300.0, "reached": 30, "ranks": 2,
+    })  # fmt: skip
+    train(21, 40)
+    part = read_run(folder).pretrain
+    assert (part.seconds, part.device_seconds) == (300 + 200, 300 + 2 * 200), "steps 21 to 30 were paid twice"
+    assert part.elapsed.last == (40, 500)
+
+
+def test_the_speed_of_a_run_is_that_of_its_last_process_by_steps(tmp_path: Path) -> None:
+    """Here the clock was set back a day after the resume, so that all its lines are earlier than its start."""
+    events = [{"event": "resume", "step": 20, "time": 1.0e9 + 86_400, "ranks": 1}]
+    speeds = [1.0] * 20 + [1000.0] * 20
+    folder = written_run.write_run(tmp_path / "run", {"perf/tokens_per_second": speeds, "train/sequence_length": [64.0] * 40}, events)
+    cluster = Cluster(name="one", tflops=1.0, memory_gib=1.0)
+    assert "median of 20 metrics lines" in measured_mfu(folder, cluster).source
+
+
+def test_each_process_has_its_own_lines_and_those_that_it_has_lost(tmp_path: Path) -> None:
+    """Steps 1 to 20 on one rank, 21 to 30 on two, 11 to 40 on four, whose checkpoint was older; then a process that wrote nothing."""
+    events = [
+        {"event": "resume", "step": 20, "time": 3.0, "trained_until": 2.0, "trained_for": 200.0, "reached": 20, "ranks": 2},
+        {"event": "resume", "step": 10, "time": 5.0, "trained_until": 4.0, "trained_for": 100.0, "reached": 30, "ranks": 4},
+        {"event": "resume", "step": 40, "time": 7.0, "trained_until": 6.0, "trained_for": 300.0, "reached": 40, "ranks": 8},
+        {"event": "resume", "step": 40, "time": 8.0, "trained_until": 6.0, "trained_for": 300.0, "reached": 40, "ranks": 16},
+    ]
+    elapsed = [10.0 * (step if step <= 10 else step - 10 if step <= 40 else step - 40) for step in range(1, 43)]
+    part = read_run(written_run.write_run(tmp_path / "run", {"perf/elapsed_seconds": elapsed}, events)).pretrain
+    assert (part.seconds, part.device_seconds) == (200 + 100 + 300 + 20, 200 + 2 * 100 + 4 * 300 + 16 * 20)

@@ -144,12 +144,13 @@ PUBLISHED = {  # millions of parameters in total, by source
     "deepseek-v3-671b-a37b": 671_000,  # arXiv:2412.19437, section 4.2
     "falcon-h1-0.5b": 521.4, "falcon-h1-1.5b-deep": 1_550, "falcon-h1-7b": 7_590, "falcon-h1-34b": 33_600,  # arXiv:2507.22448, table 1
     "granite-4.0-h-small-32b-a9b": 32_000,  # the model card of Granite-4.0-H-Small
+    "mellum2-12b-a2.5b": 12_149.9,  # of MellumForCausalLM of transformers
     "lfm2-1.2b": 1_170.3, "lfm2-8b-a1b": 8_340,  # of LFM2-1.2B and LFM2-8B-A1B
     "nemotron-nano-9b-v2": 8_888.2,  # the number of values in the files of NVIDIA-Nemotron-Nano-9B-v2
     "nemotron-3-nano-30b-a3b": 31_600,  # the model card of NVIDIA-Nemotron-3-Nano-30B-A3B
     "minimax-01-456b-a46b": 456_000,  # arXiv:2501.08313, section 1
 }  # fmt: skip
-OWN = ("dense-", "glm-", "glm45-", "glm46-", "lfm2-nano")  # shapes of this project, and GLM's, which the tests above count
+OWN = ("dense-", "glm-", "glm45-", "glm46-", "lfm2-nano", "mellum-nano")  # shapes of this project, and GLM's, which the tests above count
 
 
 def test_every_preset_of_a_published_model_is_counted() -> None:
@@ -165,13 +166,14 @@ def test_presets_have_the_published_counts(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "billions", "left_out"),
-    # Within 1%, or 2% where the card cuts digits off (3.35 is 3.3, and 37.55 is 37).
+    # Within 1%, or 2% where the card cuts digits off (3.35 is 3.3, and 37.55 is 37), and 3% where it rounds up (2.44 is 2.5).
     # With the head (gpt-oss: Table 1 of arXiv:2508.10925), with both ends (Kimi K2: Table 2 of arXiv:2507.20534; Qwen3: its cards;
     # DeepSeek-V3), and with neither
     [("gpt-oss-20b", 3.61, 1), ("gpt-oss-120b", 5.13, 1), ("kimi-k2-1t-a32b", 32.6, 0), ("moonlight-16b-a3b", 2.24, 2),
      ("nemotron-3-nano-30b-a3b", 3.6, 0), ("nemotron-3-nano-30b-a3b", 3.2, 1),
-     ("qwen3-30b-a3b", 3.3, 0), ("qwen3-235b-a22b", 22, 0), ("deepseek-v3-671b-a37b", 37, 0)],
+     ("mellum2-12b-a2.5b", 2.5, 0), ("qwen3-30b-a3b", 3.3, 0), ("qwen3-235b-a22b", 22, 0), ("deepseek-v3-671b-a37b", 37, 0)],
 )
 def test_presets_have_the_published_active_parameters(name: str, billions: float, left_out: int) -> None:
     counts = count_by_component(Model.model_validate(yaml.safe_load((shipped_folder() / "models" / f"{name}.yaml").read_text())))
-    assert counts.active - left_out * counts.embedding == pytest.approx(billions * 1e9, rel=0.02 if billions in (3.3, 37) else 0.01)
+    within = {3.3: 0.02, 37: 0.02, 2.5: 0.03}.get(billions, 0.01)
+    assert counts.active - left_out * counts.embedding == pytest.approx(billions * 1e9, rel=within)

@@ -98,6 +98,17 @@ def _lfm2(width: int, feed_forward: int, heads: int) -> dict[str, Any]:
         ("hidden_size", "block_dim", "conv_dim", "conv_dim_out"), width)  # fmt: skip
 
 
+_MELLUM: dict[str, Any] = {  # the defaults of its class, and the layers of arXiv:2605.31268
+    "architectures": ["MellumForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "head_dim": 128, "hidden_act": "silu",
+    "hidden_size": 2304, "initializer_range": 0.02, "intermediate_size": 7168,
+    "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 7, "max_position_embeddings": 131072,
+    "mlp_layer_types": ["sparse"] * 28, "model_type": "mellum", "moe_intermediate_size": 896, "mtp_layer_types": ["sliding_attention"],
+    "mtp_mlp_layer_types": ["sparse"], "norm_topk_prob": True, "num_attention_heads": 32, "num_experts_per_tok": 8, "num_hidden_layers": 28,
+    "num_key_value_heads": 4, "num_local_experts": 64, "num_nextn_predict_layers": 1, "output_router_logits": False, "rms_norm_eps": 1e-06,
+    "rope_parameters": {"full_attention": {"rope_theta": 500000.0, "rope_type": "default"},
+                        "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"}},
+    "router_aux_loss_coef": 0.001, "sliding_window": 1024, "tie_word_embeddings": False, "use_cache": True, "vocab_size": 98304,
+}  # fmt: skip
 _PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
     "Granite-4.0-H-Small": (_GRANITE, 32_207_337_984),
     "Nemotron-3-Nano-30B-A3B": (_NEMOTRON, 31.6),
@@ -261,6 +272,7 @@ _PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
                          "original_max_position_embeddings": 8192, "rope_type": "yarn"},
         "rope_theta": 500000, "sliding_window": 4096, "tie_word_embeddings": False, "use_cache": True, "vocab_size": 100278,
     }, 7_298_011_136),
+    "Mellum2-12B-A2.5B": (_MELLUM, 12_149_923_072),
     "LFM2-350M": (_lfm2(1024, 6656, 16), 354_483_968),
     "LFM2-700M": (_lfm2(1536, 10240, 24), 742_489_344),
     "LFM2-1.2B": (_LFM2, 1_170_340_608),
@@ -304,7 +316,7 @@ def test_published_models_have_as_many_parameters_as_they_say(name: str, write: 
 
 @pytest.mark.parametrize(
     "config",
-    [*(config for name, (config, _) in _PUBLISHED.items() if name.startswith("LFM2")),
+    [*(config for name, (config, _) in _PUBLISHED.items() if name.startswith(("LFM2", "Mellum2"))),
      _LFM2 | {"intermediate_size": 512, "tie_embedding": False, "tie_word_embeddings": True},  # which others go over
      _LFM2 | {"layer_types": _conv_beside([1], 16)}],
 )  # fmt: skip
@@ -324,6 +336,7 @@ _PRESETS = {
     "Qwen3-30B-A3B": "qwen3-30b-a3b", "gpt-oss-20b": "gpt-oss-20b", "MiniMax-M2": "minimax-m2-230b-a10b",
     "GLM-4.7-Flash": "glm47-flash-30b-a3b", "Granite-4.0-H-Small": "granite-4.0-h-small-32b-a9b",
     "Nemotron-3-Nano-30B-A3B": "nemotron-3-nano-30b-a3b", "LFM2-1.2B": "lfm2-1.2b", "LFM2-8B-A1B": "lfm2-8b-a1b",
+    "Mellum2-12B-A2.5B": "mellum2-12b-a2.5b",
 }  # fmt: skip
 
 

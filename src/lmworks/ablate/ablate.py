@@ -44,7 +44,7 @@ def open_experiment(path: str, options: Options) -> Experiment:
     experiment = resolve(path, options.out)
     if experiment.ablation.equal == "time":
         known = costs.speeds(experiment.out)
-        if set(known) >= set(experiment.arms):
+        if experiment.baseline.name in known:
             return resolve(path, options.out, known)
     return experiment
 
@@ -66,10 +66,11 @@ def _chosen(experiment: Experiment, options: Options) -> list[Run]:
 
 def run_ablation(
     path: str, options: Options, on_event: Callable[[StageEvent], None], on_note: Callable[[str], None]
-) -> tuple[dict[str, Any], Path]:
-    """Run what is open of an ablation and write its results, `ablation.json` and `ablation.html`; returns the results and their directory.
+) -> tuple[dict[str, Any], Path, UserError | None]:
+    """Run what is open of an ablation and write its results, `ablation.json` and `ablation.html`; returns the results, their directory, and
+    the error of runs that have failed, of which the results have none.
 
-    Raises `UserError`, and `Interrupted` when asked to stop; the same call goes on.
+    Raises `UserError` for what concerns all runs, and `Interrupted` when asked to stop; the same call goes on.
     """
     experiment = open_experiment(path, options)
     with _lock(experiment, options):
@@ -81,13 +82,19 @@ def run_ablation(
         threads = max(1, machine.threads() // options.jobs)
         results = Results(experiment, options.jobs)
         results.update()
+        failures: dict[str, str] = {}
         if len(results.seconds) < len(experiment.runs):
             by_time = experiment.ablation.equal == "time"
             arms = list(experiment.arms.values()) if by_time else [experiment.baseline]
             costs.calibrate(experiment, arms, threads, lambda: on_note("another process measures the speed of the arms; waiting for it"))
+            for name, why in costs.failures(experiment.out).items():
+                on_note(f"arm {name} has no speed: {why}")
             if by_time:
+                failures = costs.failures(experiment.out)
+                if (base := experiment.baseline.name) in failures:
+                    raise UserError(f"arm {base}, whose time all arms get, has no speed: {failures[base]}")
                 experiment = open_experiment(path, options)
-                save_arms(experiment)
+                save_arms(experiment, failures)
                 results = Results(experiment, options.jobs)
                 results.update()
             on_note(cost_text(costs.cost(experiment, results.seconds, options.jobs).to_json()))
@@ -96,11 +103,15 @@ def run_ablation(
             on_note(f"{run.name}: done")
             write_results(results)
 
+        chosen, failure = _chosen(experiment, options), None
+        failed = [(run, failures[run.arm.name]) for run in chosen if run.arm.name in failures and run.directory not in results.seconds]
         try:
-            Runner(experiment, _chosen(experiment, options), results.seconds, options.jobs, on_done, on_note).work()
+            Runner(experiment, chosen, results.seconds, options.jobs, on_done, on_note, failed).work()
+        except UserError as error:
+            failure = error
         finally:
             document = write_results(results)
-    return document, experiment.out
+    return document, experiment.out, failure
 
 
 def write_results(results: Results) -> dict[str, Any]:

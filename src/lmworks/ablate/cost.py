@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lmworks.ablate.run_set import Arm, Run, RunSet, only_one, shared_bytes
+from lmworks.errors import UserError
+from lmworks.host import machine
 from lmworks.io.files import read_json, write_json
 from lmworks.pages.read_run import read_run
 from lmworks.plan.costs import disk
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 FILE = "speed.json"
 _PATIENCE = 2.0  # seconds of training steps for each arm and sequence length in a turn
 _TURNS = 3
+_ADVICE = "memory ran out while its speed was measured ({}); lower its train.micro_batch_sequences, or close other programs"
+Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,8 @@ def flops_of(arm: Arm) -> float:
 
 
 def calibrate(runs: RunSet, arms: Sequence[Arm], threads: int, on_wait: Callable[[], None] = lambda: None) -> None:
-    """Measure how long a run of these arms takes, on their own data, model and optimizer, unless that is known already.
+    """Measure how long a run of these arms takes, on their own data, model and optimizer, unless that is known already. An arm that cannot
+    train here costs the others nothing: `failures` says why, and the next call tries it again.
 
     One process of a set does so, and the others wait for what it has found. What is known is not measured again: budgets of equal time
     follow from it. The arms take turns, and the median of the turns counts: what else the machine does then slows all of them.
@@ -65,29 +70,38 @@ def calibrate(runs: RunSet, arms: Sequence[Arm], threads: int, on_wait: Callable
     with only_one(runs.out / FILE, on_wait):
         known = _known(runs.out)
         if new := [arm for arm in arms if arm.name not in known]:
-            write_json(runs.out / FILE, known | _measured(runs, new, threads))
+            for name, found in _measured(runs, new, threads):
+                known[name] = found
+                write_json(runs.out / FILE, known)
 
 
-def _measured(runs: RunSet, arms: Sequence[Arm], threads: int) -> dict[str, dict[str, float]]:
+def _measured(runs: RunSet, arms: Sequence[Arm], threads: int) -> Iterator[tuple[str, Json]]:
+    """The arms as they are measured or have failed, and what was found."""
     from lmworks.run.time_budget import batches_by_length
     from lmworks.run.time_estimate import fixed_work, predict_seconds
     from lmworks.train.calibrate import measure
 
-    found: dict[str, dict[str, float]] = {}
     new = [(arm, arm.recipe.model_copy(update={"evaluate": Evaluate(references=False), "threads": threads})) for arm in arms]
     batches = {arm.name: [*batches_by_length(recipe, runs.data_dir(arm)).values()] for arm, recipe in new}
     speeds: dict[str, list[Speed]] = {arm.name: [] for arm, _ in new}
-    for _ in range(_TURNS):
-        for arm, recipe in new:
-            flops_of_token = partial(_flops_per_token, recipe)
-            speeds[arm.name].append(measure(recipe, batches[arm.name], _PATIENCE, flops_of_token))
-    for arm, recipe in new:
-        speed = sorted(speeds[arm.name], key=partial(_tokens_per_second, arm))[_TURNS // 2]
-        seconds = predict_seconds(recipe, speed, fixed_work(recipe, runs.data_dir(arm)))["pretrain"]
-        flops = flops_of(arm)
-        seconds *= flops / flops_of(replace(arm, branch=None))
-        found[arm.name] = {"seconds": seconds, "flops": flops, "tokens_per_second": _tokens_per_second(arm, speed), "threads": threads}
-    return found
+    for turn in range(_TURNS):
+        for arm, recipe in list(new):
+            why = ""
+            try:
+                speeds[arm.name].append(measure(recipe, batches[arm.name], _PATIENCE, partial(_flops_per_token, recipe)))
+            except Exception as error:
+                if not isinstance(error, UserError) and not machine.is_out_of_memory(error):
+                    raise
+                why = str(error) if isinstance(error, UserError) else _ADVICE.format(" ".join(str(error).split())[:200])
+            if why:
+                new.remove((arm, recipe))
+                yield arm.name, {"failed": why}
+            elif turn == _TURNS - 1:
+                speed = sorted(speeds[arm.name], key=partial(_tokens_per_second, arm))[_TURNS // 2]
+                seconds = predict_seconds(recipe, speed, fixed_work(recipe, runs.data_dir(arm)))["pretrain"]
+                flops, per_second = flops_of(arm), _tokens_per_second(arm, speed)
+                seconds *= flops / flops_of(replace(arm, branch=None))
+                yield arm.name, {"seconds": seconds, "flops": flops, "tokens_per_second": per_second, "threads": threads}
 
 
 def _flops_per_token(recipe: Recipe, length: int) -> float:
@@ -108,8 +122,17 @@ def speeds(out: Path) -> dict[str, float]:
     return {name: float(one["tokens_per_second"]) for name, one in _known(out).items()}
 
 
-def _known(out: Path) -> dict[str, dict[str, float]]:
-    found: dict[str, dict[str, float]] = read_json(out / FILE) if (out / FILE).exists() else {}
+def failures(out: Path) -> dict[str, str]:
+    """Why arms could not be measured, by arm."""
+    return {name: str(one["failed"]) for name, one in _recorded(out).items() if "failed" in one}
+
+
+def _known(out: Path) -> dict[str, Json]:
+    return {name: one for name, one in _recorded(out).items() if "failed" not in one}
+
+
+def _recorded(out: Path) -> dict[str, Json]:
+    found: dict[str, Json] = read_json(out / FILE) if (out / FILE).exists() else {}
     return found
 
 

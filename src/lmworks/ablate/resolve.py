@@ -158,7 +158,7 @@ def _find(path: str | Path) -> Path:
 def resolve(path: str | Path, out: Path | None = None, speeds: Mapping[str, float] | None = None) -> Experiment:
     """Resolve an ablation file and check every arm. `out` replaces its directory.
 
-    `speeds` are tokens per second of the arms, for `equal: time`; without them all arms have the same tokens.
+    `speeds` are tokens per second of the arms, for `equal: time`; an arm without one has the tokens of the baseline.
     Raises `UserError` of one line.
     """
     ablation, found, text = load_file(path)
@@ -215,7 +215,7 @@ def _resolve_arms(ablation: Ablation, expansion: Expansion, speeds: Mapping[str,
             if not expansion.fixed_tokens:
                 budget = _planned(resolved.recipe) if budget is None else budget
                 equal = _planned(found[expansion.baseline].recipe) if found and not speeds else None
-                factor = speeds[name] / speeds[expansion.baseline] if speeds else 1.0
+                factor = speeds[name] / speeds[expansion.baseline] if name in speeds else 1.0
                 overrides.append(f"train.phases={json.dumps(_with_budget(resolved.recipe, budget * factor, equal))}")
                 resolved = load_recipe(ablation.recipe, overrides)
             timeline = Timeline(resolved.recipe.train.phases)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -217,9 +217,11 @@ def matter(changes: Sequence[Change]) -> Iterator[Change]:
     return (change for change in changes if any(readers(key) for key in change.keys) and change.path != "tokenizer.path")
 
 
-def save_arms(runs: RunSet) -> None:
-    """Record the arms in the directory of the set. Raises `UserError` if it began with other recipes, and then records none."""
-    for arm in runs.arms.values():
+def save_arms(runs: RunSet, failed: Container[str] = ()) -> None:
+    """Record the arms in the directory of the set, except those that have `failed` before their tokens were known. Raises `UserError` if it
+    began with other recipes, and then records none."""
+    arms = [arm for arm in runs.arms.values() if arm.name not in failed]
+    for arm in arms:
         changed = _changed(arm, runs.directory(arm) / _RESOLVED)
         if not changed:
             continue
@@ -228,7 +230,7 @@ def save_arms(runs: RunSet) -> None:
         if arm.grows and changed[0].path.startswith("train.phases"):
             raise UserError(f"{said}; only horizons longer than all others can be added: undo it, or choose another directory with --out")
         raise UserError(f"{said}; undo it, give the arm another name, or choose another directory with --out")
-    for arm in runs.arms.values():
+    for arm in arms:
         arm.resolved.save(runs.directory(arm))
 
 

@@ -111,7 +111,8 @@ class _Active:
 @dataclass
 class Runner:
     """Runs those of `runs` whose directories are not in `finished`, `jobs` at a time. A run that continues a checkpoint of another one
-    waits for it. `on_done` is called after each finished run, `on_note` with lines for the user."""
+    waits for it. `on_done` is called after each finished run, `on_note` with lines for the user. Runs in `failed`, each with the reason,
+    are not begun."""
 
     set: RunSet
     runs: Sequence[Run]
@@ -123,7 +124,8 @@ class Runner:
 
     def work(self) -> None:
         """Run everything. Raises `Interrupted` after all processes have saved, and `UserError` if runs have failed."""
-        waiting = [run for run in self.runs if run.directory not in self.finished]
+        failed = {run for run, _ in self.failed}
+        waiting = [run for run in self.runs if run.directory not in self.finished and run not in failed]
         tokens = {run: run.arm.tokens - run.arm.started_at for run in self.runs}
         done = sum(tokens.values()) - sum(tokens[run] for run in waiting)
         told: set[Path] = set()
@@ -164,9 +166,9 @@ class Runner:
                 raise kind(f"stopped, and every run has saved; go on with: {self.set.command} {self.set.path}")
         if self.failed:
             run, why = self.failed[0]
+            log = f"; see {run.directory / LOG}, then" if (run.directory / LOG).exists() else "; then"
             raise UserError(
-                f"{len(self.failed)} of {len(self.runs)} runs failed, first {run.name}: {why.rstrip('.')}; see {run.directory / LOG}, then "
-                "run the same command again"
+                f"{len(self.failed)} of {len(self.runs)} runs failed, first {run.name}: {why.rstrip('.')}{log} run the same command again"
             )
 
     def _start(self, run: Run, threads: int, device: str | None) -> BaseProcess:

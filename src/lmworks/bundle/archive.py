@@ -10,6 +10,7 @@ import socket
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -180,7 +181,8 @@ def _refuse_secrets(members: Sequence[Member], files: FolderFiles, redactor: Red
     """A second look by other means: no credential that this machine knows may be in any member."""
     secrets = [(f"the variable {name}", value) for name, value in os.environ.items() if SECRET_NAME.search(name)]
     secrets += [(f"a credential of {CREDENTIALS}", secret) for secret in _credentials(read_document(files, CREDENTIALS))]
-    secrets.append(("the home folder", str(Path.home())))
+    with suppress(RuntimeError):  # a container may have no home folder
+        secrets.append(("the home folder", str(Path.home())))
     for what, secret in secrets:
         data = secret.encode()
         if len(data) < _SHORTEST_SECRET or redactor.is_public(secret):

@@ -63,7 +63,7 @@ def ablate(
             terminal.print(f"as a Slurm array: --array=0-{len(rows) - 1}, and --index $SLURM_ARRAY_TASK_ID/{len(rows)}", soft_wrap=True)
         return
 
-    document, place = run_ablation(file, options, note_stage, lambda line: notes.print(line, soft_wrap=True))
+    document, place, failure = run_ablation(file, options, note_stage, lambda line: notes.print(line, soft_wrap=True))
     if as_json:
         print_json(document)
     elif as_markdown:
@@ -71,3 +71,5 @@ def ablate(
     else:
         terminal.print(printable(document))
         terminal.print(f"\npage: {place / FILE}", soft_wrap=True)
+    if failure is not None:
+        raise failure

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -328,8 +329,8 @@ def _evaluate_model(
     from lmworks.evaluate.tables import scores_table
     from lmworks.run.model_evaluation import evaluate
 
-    with tempfile.TemporaryDirectory() as place:
-        folder = out or (Path(place) if show_failures else None)
+    with tempfile.TemporaryDirectory() if show_failures and out is None else nullcontext(out) as place:
+        folder = None if place is None else Path(place)
         results = evaluate(target, wanted, most, folder, device, rope)
         (model,) = results["models"].values()
         if not model["scores"] and (missing := model["unavailable"]):

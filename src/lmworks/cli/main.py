@@ -124,6 +124,12 @@ def main() -> None:
         if isinstance(error, PermissionError) and error.filename is not None:
             advice = "ask the owner for the permission, or give another path"
             _fail(error, f"error: {error.filename}: {error.strerror}; {advice}", ExitCode.USER_ERROR, debug)
+        if isinstance(error, FileNotFoundError) and str(error.strerror).startswith("No usable temporary directory"):  # of tempfile
+            advice = "set TMPDIR to a folder that is writable and not full"
+            _fail(error, f"error: there is no folder for temporary files ({what}); {advice}", ExitCode.USER_ERROR, debug)
+        if isinstance(error, RuntimeError) and str(error) == "Could not determine home directory.":  # what pathlib says
+            advice = "set HOME, or give paths without ~"
+            _fail(error, f"error: HOME is not set, and user ID {os.geteuid()} has no home folder; {advice}", ExitCode.USER_ERROR, debug)
         if isinstance(error, RuntimeError) and str(error) == "can't start new thread":  # what threading says for EAGAIN
             advice = "close other programs, or raise the limits of processes (ulimit -u, pids.max of a container) and of memory (ulimit -v)"
             _fail(error, f"error: no thread could be started; {advice}", ExitCode.USER_ERROR, debug)

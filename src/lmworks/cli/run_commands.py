@@ -130,12 +130,15 @@ def report(
     cluster: Annotated[
         str | None, typer.Option("--cluster", metavar="C", help="A cluster file or name, for price and power per device.")
     ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="Where to write the page instead, as for a run that can only be read.")
+    ] = None,
 ) -> None:
     """Write the run page RUN/report.html, one static HTML file; with several runs, RUN/comparison.html."""
     from lmworks.pages.run_page import write_page
     from lmworks.recipe.load import load_cluster
 
-    page = write_page(Path(runs[0]), load_cluster(cluster) if cluster else None, [Path(run) for run in runs[1:]])
+    page = write_page(Path(runs[0]), load_cluster(cluster) if cluster else None, [Path(run) for run in runs[1:]], out)
     console().out(str(page))
 
 

@@ -33,8 +33,13 @@ def _api(name: str, request: Request) -> tuple[Flag, ...]:
 
 
 def launch_vllm(request: Request) -> Launch:
-    """Flags of `vllm serve`."""
+    """Flags of `vllm serve`. Raises `UserError` for a model that vLLM would compute otherwise."""
     source, hardware, fit = request.source, request.hardware, request.fit
+    if source.model.short_conv is not None and not source.model.tie_word_embeddings:  # read in its lfm2.py: the head is always tied
+        raise UserError(
+            "vLLM computes the head of LFM2 models from their embedding, and this model has a head of its own: use --engine sglang, "
+            "llama.cpp or lmworks"
+        )
     dtype, why = dtype_of(source)
     flags = [
         *_api("--served-model-name", request),

@@ -38,7 +38,8 @@ _DECODING = 4  # a token that is drawn costs as much as so many forward passes o
 
 @dataclass
 class Budgets:
-    """The numbers of a recipe. `base`: parameters of the model; `lora`: whether adapters are trained, with `lora_why`."""
+    """The numbers of a recipe. `base`: parameters of the model; `lora`: whether adapters are trained, with `lora_why`; `tokenizer`: the
+    folder of one that is there."""
 
     seconds: float
     cluster: Cluster
@@ -49,6 +50,7 @@ class Budgets:
     size: str = ""
     size_why: str = ""
     vocab_size: int = 4096
+    tokenizer: str = ""
     text_tokens: int = 0
     tokens: int = 0
     readings: float = READINGS

@@ -6,7 +6,6 @@ first domain whose rules keep most of the sample, and the language that most of 
 
 from __future__ import annotations
 
-import glob
 import json
 import os
 import re
@@ -21,6 +20,7 @@ from typing import Any, Literal
 from lmworks.corpus import read
 from lmworks.corpus.document import Batch, Context, Document, Drop
 from lmworks.corpus.read import parquet
+from lmworks.corpus.read.huggingface import open_dataset
 from lmworks.corpus.read.listing import File, has_extension
 from lmworks.corpus.read.opening import COMPRESSED
 from lmworks.corpus.read.part import damage_errors
@@ -28,7 +28,7 @@ from lmworks.corpus.transform.filter_steps import identifier
 from lmworks.corpus.transform.rule_measures import STOP_WORDS
 from lmworks.corpus.transform.steps import make_step
 from lmworks.errors import UserError
-from lmworks.init.survey import ROWS, Files, Survey
+from lmworks.init.survey import MOST_LISTED, ROWS, Files, Survey
 from lmworks.recipe.schema.corpus import Corpus, Source
 from lmworks.recipe.schema.steps import Rules
 from lmworks.text.letters import spaceless_language
@@ -44,7 +44,6 @@ Use = Literal["documents", "conversations", "preferences", "labels", "rewards"]
 ROWS_READ, FILES_READ, BYTES_READ = 20, 32, 1 << 19
 """Rows of a file, files of a folder, and bytes of text of a source that are read."""
 _ITEMS = 200  # documents of a file
-_MOST_LISTED = 32  # files of different meanings in one folder that become sets of their own
 _KEPT = 0.8  # share of the sampled text that the rules of a domain keep where the domain fits
 _TEXT = ("text", "content", "body", "document", "article", "raw_content", "markdown", "html", "abstract", "description")
 _DOMAINS: dict[str, tuple[str, ...]] = {
@@ -52,7 +51,6 @@ _DOMAINS: dict[str, tuple[str, ...]] = {
     "latex": ("math", "docs", "other"), "notebook": ("docs", "other"), "code": ("code",), "jsonl": ("prose", "other"),
     "parquet": ("prose", "other"), "huggingface": ("prose", "other"),
 }  # fmt: skip
-_MOST_COUNTED = 100_000  # rows of a dataset
 _COMPRESSION = 3  # of JSON by gzip and zstd, about
 _LIMIT = int(Corpus.model_fields["max_document_bytes"].default)
 
@@ -94,11 +92,11 @@ class Found:
 def understand(survey: Survey) -> list[Found]:
     """All that can be used. What is not understood is counted in the survey."""
     found: list[Found] = []
-    for files in survey.files:
-        if files.kind == ROWS:
-            found += _rows(files, survey)
-        elif (one := _documents(files, survey)) is not None:
-            found.append(one)
+    for files in (part for whole in survey.files for part in whole.apart()):
+        made = _rows(files, survey) if files.kind == ROWS else _documents(files, survey)
+        for one in made if files.path is None else ():
+            one.notes.append(f"move {files.beside[0]} and the like elsewhere: they are no training data, and are read with these")
+        found += made
     for folder in survey.datasets:
         found += _rows(Files("huggingface", folder, True, 1, 0, [(folder, 0)]), survey)
     taken = set[str]()
@@ -110,13 +108,8 @@ def understand(survey: Survey) -> list[Found]:
     return found
 
 
-def _path(files: Files) -> str:
-    """The path of a source for these files: the folder, or a pattern for those right in it where others, or a model, lie below."""
-    return files.folder if files.deep else os.path.join(glob.escape(files.folder), "*")
-
-
-def _documents(files: Files, survey: Survey) -> Found | None:
-    found = Found("documents", files.kind, _path(files), files.count, files.bytes)
+def _documents(files: Files, survey: Survey) -> list[Found]:
+    found = Found("documents", files.kind, files.path or files.everything, files.count, files.bytes)
     sample = [File(path, size) for path, size in files.sample[:FILES_READ]]
     size = _read(found, sample)
     if not found.lengths and files.kind == "text" and "enormous" in "".join(found.notes):
@@ -124,10 +117,10 @@ def _documents(files: Files, survey: Survey) -> Found | None:
         size = _read(found, sample[:1])
     if not found.lengths:
         survey.leave_out(f"{files.kind} files without a readable document ({'; '.join(found.notes) or 'empty'})", files.folder, files.count)
-        return None
+        return []
     found.scale(size)
     _judge(found)
-    return found
+    return [found]
 
 
 def _read(found: Found, files: list[File]) -> int:
@@ -211,13 +204,16 @@ class _Meaning:
     size: int = 0
     text: str = ""
     worked: bool = False
-    raw: int = 0  # bytes of the row as JSON
+    raw: int = 0  # bytes of the row as JSON; 0 if it cannot be read
+
+
+_Sampled = tuple[str, int, list[_Meaning]]  # a file: path, bytes, what each of its first rows is
 
 
 def _rows(files: Files, survey: Survey) -> list[Found]:
     """Sets and sources of files of rows: one for the folder where all sampled files mean the same, else one for each file."""
-    by_meaning: dict[tuple[Use, str], list[tuple[str, int, list[_Meaning]]]] = {}
-    whole = files.count <= _MOST_LISTED
+    by_meaning: dict[tuple[Use, str], list[_Sampled]] = {}
+    whole = files.count <= MOST_LISTED
     for path, size in files.sample[:FILES_READ]:
         meanings = list(_sampled(path))
         counts = Counter((one.use, one.about) for one in meanings)
@@ -225,23 +221,25 @@ def _rows(files: Files, survey: Survey) -> list[Found]:
         if use is None:
             survey.leave_out(f"files of rows that no stage understands ({about})", path)
         else:
-            by_meaning.setdefault((use, about), []).append((path, size, [one for one in meanings if (one.use, one.about) == (use, about)]))
+            by_meaning.setdefault((use, about), []).append((path, size, meanings))
             if count < len(meanings):
                 survey.leave_out("rows of another form than most of their file, of those sampled", path, len(meanings) - count)
+    for key in [key for key, group in by_meaning.items() if key[0] == "documents" and key[1] not in _TEXT and _is_one_row(group)]:
+        survey.leave_out("JSON files with one object, whose longest text is no document", by_meaning.pop(key)[0][0])
     if not by_meaning:
         return []
     if len(by_meaning) == 1:  # files that are not understood are left out and counted by the stage, too
         ((use, about), group) = next(iter(by_meaning.items()))
-        return _sets(use, about, group, _path(files), files)
+        return _sets(use, about, group, files.path or files.everything, files)
     if whole:
         return [
             one
             for (use, about), group in by_meaning.items()
             for path, size, meanings in group
-            for one in _sets(use, about, [(path, size, meanings)], path, Files(ROWS, path, False, 1, size))
+            for one in _sets(use, about, [(path, size, meanings)], path, Files(ROWS, path, False, 1, size, [(path, size)]))
         ]
     (use, about), group = max(by_meaning.items(), key=lambda pair: len(pair[1]))
-    found = _sets(use, about, group, _path(files), files)
+    found = _sets(use, about, group, files.path or files.everything, files)
     for one in found:
         one.notes.append(
             f"{len(files.sample[:FILES_READ]) - len(group)} of {len(files.sample[:FILES_READ])} sampled files are something else; "
@@ -250,19 +248,31 @@ def _rows(files: Files, survey: Survey) -> list[Found]:
     return found
 
 
-def _sets(use: Use, about: str, group: list[tuple[str, int, list[_Meaning]]], path: str, files: Files) -> list[Found]:
-    """The sets for files that mean the same; documents have one source for JSON and one for parquet."""
+def _is_one_row(group: list[_Sampled]) -> bool:
+    """Whether these files have one row together, which does not show what its columns mean."""
+    return sum(len(rows) for _, _, rows in group) == 1
+
+
+def _sets(use: Use, about: str, group: list[_Sampled], path: str, files: Files) -> list[Found]:
+    """The sets for the sampled files that mostly mean the same; documents have one source for JSON and one for parquet.
+
+    Rows are estimated: all rows of a file times the share of its sampled rows that mean this.
+    """
     endings = {"parquet" if has_extension(name, parquet.SUFFIXES) else "jsonl" for name, _, _ in group}
     kinds = ["huggingface"] if files.kind == "huggingface" else sorted(endings) if use == "documents" else ["files"]
+    looked_at = len(files.sample[:FILES_READ])
     result = []
     for kind in kinds:
         mine = [one for one in group if kind in ("files", "huggingface") or has_extension(one[0], parquet.SUFFIXES) == (kind == "parquet")]
-        found = Found(use, kind, path, round(files.count * len(mine) / len(group)), round(files.bytes * len(mine) / len(group)), about)
-        found.lengths = [meaning.size for _, _, meanings in mine for meaning in meanings]
-        found.texts = [meaning.text for _, _, meanings in mine for meaning in meanings if meaning.text]
-        found.worked = any(meaning.worked for _, _, meanings in mine for meaning in meanings)
-        rows = [_count(name, size, [one.raw for one in meanings]) for name, size, meanings in mine]
-        found.rows = round(sum(rows) * found.files / max(1, len(mine)))
+        found = Found(use, kind, path, round(files.count * len(mine) / looked_at), round(files.bytes * len(mine) / looked_at), about)
+        rows = 0.0
+        for name, size, sampled in mine:
+            meant = [one for one in sampled if (one.use, one.about) == (use, about)]
+            rows += _count(name, size, [one.raw for one in sampled]) * len(meant) / len(sampled)
+            found.lengths += [one.size for one in meant]
+            found.texts += [one.text for one in meant if one.text]
+            found.worked |= any(one.worked for one in meant)
+        found.rows = round(rows * files.count / looked_at)
         found.text_bytes = round(found.rows * sum(found.lengths) / max(1, len(found.lengths)))
         found.why = f"rows of the form {about}" if use == "conversations" else about
         if use == "documents":
@@ -272,7 +282,10 @@ def _sets(use: Use, about: str, group: list[tuple[str, int, list[_Meaning]]], pa
 
 
 def _count(path: str, size: int, raw: list[int]) -> float:
-    """The rows of a file: as parquet states, counted in a short file, else by the size of those that were read."""
+    """All rows of a file, whatever they mean: as parquet or a dataset states, counted if short, else by the size of those that were read.
+
+    `raw` are the bytes of the sampled rows as JSON, 0 for one that cannot be read.
+    """
     if has_extension(path, parquet.SUFFIXES) and not path.lower().endswith(COMPRESSED):
         import pyarrow.parquet as pq
 
@@ -280,15 +293,21 @@ def _count(path: str, size: int, raw: list[int]) -> float:
             return float(pq.read_metadata(path).num_rows)
     if len(raw) < ROWS_READ:
         return float(len(raw))
-    if os.path.isdir(path) or (size <= BYTES_READ * 4 and not path.lower().endswith(COMPRESSED)):
-        return float(sum(one.fault is None for one in islice(read_files("init", path), _MOST_COUNTED)))
-    return max(len(raw), (_COMPRESSION if path.lower().endswith(COMPRESSED) else 1) * size * len(raw) / max(1, sum(raw)))
+    if os.path.isdir(path):
+        return float(len(open_dataset(path, "train")))
+    if size <= BYTES_READ * 4 and not path.lower().endswith(COMPRESSED):
+        return float(sum(1 for _ in read_files("init", path)))
+    known = [one for one in raw if one]
+    return max(len(raw), (_COMPRESSION if path.lower().endswith(COMPRESSED) else 1) * size * len(known) / max(1, sum(known)))
 
 
 def _sampled(path: str) -> Iterator[_Meaning]:
     try:
         for row in islice(read_files("init", path), ROWS_READ):
-            found = _Meaning(None, row.fault.partition(":")[0]) if row.fault is not None else meaning(row.value)
+            if row.fault is not None:
+                yield _Meaning(None, row.fault.partition(":")[0])
+                continue
+            found = meaning(row.value)
             found.raw = len(json.dumps(row.value, ensure_ascii=False, default=str).encode("utf-8", "replace")) + 1
             yield found
     except (UserError, OSError) as error:

@@ -17,7 +17,7 @@ from lmworks.init.survey import Survey, survey
 from lmworks.init.write import check, recipe_text
 from lmworks.plan.automatic import this_machine
 from lmworks.plan.budget import fit_time
-from lmworks.recipe.derive import default_run_dir
+from lmworks.recipe.derive import count_entries, default_run_dir
 from lmworks.recipe.document import parse_file
 from lmworks.recipe.gguf_model import find_gguf
 from lmworks.recipe.load import find, load_cluster
@@ -25,6 +25,7 @@ from lmworks.recipe.parameters import count_active_parameters
 from lmworks.recipe.scaling_laws import TOKENS_PER_PARAMETER, parse_size
 from lmworks.recipe.schema.artifacts import Shards
 from lmworks.recipe.weights import Weights, find_weights
+from lmworks.tokenizer.opening import load
 from lmworks.ui.amounts import amount, days
 
 _SHORT, _LONG = 1800.0, 12 * 3600.0  # seconds on a CPU, to see that all works; on GPUs, a night
@@ -55,6 +56,7 @@ def propose(folder: str, start_from: str | None, time: float | None, cluster: st
     if not found:
         held = "; ".join(f"{number:,} {reason}" for reason, number in seen.unused.most_common(3)) or "it has no files"
         model = f"; there is a model: lmworks serve {start}" if start else ""
+        model += f"; there is a tokenizer, but no text: {seen.tokenizers[0]}" if seen.tokenizers else ""
         raise UserError(f"{folder} holds nothing to train on ({held}){model}")
     where = load_cluster(cluster) if cluster else this_machine()
     budgets = Budgets(time or (_SHORT if where.on_cpu else _LONG), where)
@@ -69,7 +71,13 @@ def propose(folder: str, start_from: str | None, time: float | None, cluster: st
     if sum(one.use == "labels" for one in found) and sum(one.use == "preferences" for one in found):
         notes.append("answers with labels are left out, since there are pairs; a recipe with dpo.loss kto takes both")
     texts = [text for one in documents for text in one.texts]
-    budgets.bytes_per_token = sizing.measure_bytes_per_token(texts, budgets.vocab_size, _encoder(weights))
+    encoder = _encoder(weights.tokenizer if weights is not None else None)
+    if start is None and documents and (own := _tokenizer(seen, notes, bool(later))) is not None:
+        budgets.tokenizer, budgets.vocab_size = own, count_entries(Path(own) / "tokenizer.json")
+        encoder = _encoder(Path(own) / "tokenizer.json")
+    elif seen.tokenizers and start is not None:
+        notes.append(f"the tokenizer {seen.tokenizers[0]} is left out, since the weights of {start} need their own")
+    budgets.bytes_per_token = sizing.measure_bytes_per_token(texts, budgets.vocab_size, encoder)
     budgets.text_tokens = round(sum(one.text_bytes for one in documents) / budgets.bytes_per_token)
     least = SMALLEST * TOKENS_PER_PARAMETER // sizing.READINGS if start is None else sizing.FEWEST * 512
     pretrains = bool(documents) and (not later or budgets.text_tokens >= least)
@@ -133,12 +141,27 @@ def _start(seen: Survey, given: str | None, notes: list[str]) -> tuple[Weights |
     return None, None, ""
 
 
-def _encoder(weights: Weights | None) -> Callable[[str], int] | None:
-    if weights is None or not weights.tokenizer.is_file():
+def _tokenizer(seen: Survey, notes: list[str], chats: bool) -> str | None:
+    """The first tokenizer in the folder that a recipe can take as it is; if it `chats`, one with a chat template."""
+    for path in sorted(seen.tokenizers):
+        try:
+            if not load(Path(path)).has_chat_template and chats:
+                raise UserError("no chat template")
+        except UserError as error:
+            seen.leave_out(f"tokenizers that cannot be taken as they are ({error})", path)
+            continue
+        if others := [one for one in seen.tokenizers if one != path]:
+            notes.append(f"{len(others)} more tokenizers are left out, the first {others[0]}; name one with tokenizer.path")
+        return path
+    return None
+
+
+def _encoder(path: Path | None) -> Callable[[str], int] | None:
+    if path is None or not path.is_file():
         return None
     from tokenizers import Tokenizer
 
-    known = Tokenizer.from_file(str(weights.tokenizer))
+    known = Tokenizer.from_file(str(path))
     return lambda text: len(known.encode(text[:20_000], add_special_tokens=False).ids) * max(1.0, len(text) / 20_000)  # type: ignore[return-value]
 
 
@@ -146,7 +169,8 @@ def _choose_size(budgets: Budgets, render: Callable[[], str]) -> None:
     """The size that is compute-optimal for the time on the machines, or for the text where there is less. Raises `UserError` for too little
     text."""
     text, most = budgets.text_tokens, sizing.READINGS * budgets.text_tokens
-    budgets.vocab_size = sizing.vocabulary(budgets)
+    if not budgets.tokenizer:
+        budgets.vocab_size = sizing.vocabulary(budgets)
     budgets.size, budgets.tokens, budgets.base = amount(SMALLEST), TOKENS_PER_PARAMETER * SMALLEST, SMALLEST
     fitted, plan, chosen = fit_time(check(render()), budgets.cluster, sizing.TRAINING * budgets.seconds, choose_size=True)
     size, budgets.tokens = parse_size(str(fitted.recipe.size)), plan.tokens

@@ -6,10 +6,14 @@ reader takes is counted by its ending, with the reason.
 
 from __future__ import annotations
 
+import glob
 import os
 import random
+import re
 from collections import Counter
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from itertools import takewhile
 
 from lmworks.corpus.read import parquet, warc
 from lmworks.corpus.read.archives import is_archive
@@ -27,8 +31,16 @@ SAMPLE = 256
 """Files of a kind in a folder that are remembered, drawn evenly; the others are only counted."""
 MOST_FOLDERS = 12
 """Subfolders that become sources of their own; more of them are one source."""
+MOST_LISTED = 32
+"""Files of a folder that become sources of their own where no path names those that belong together."""
 _MOST_REASONS = 1000
-_MARKS = {*SAVED_DATASETS, "config.json", "resolved.json"}
+_MARKS = {*SAVED_DATASETS, "config.json", "resolved.json", "tokenizer.json"}
+_COMPANIONS = re.compile(
+    r"(config|generation_config|adapter_config|preprocessor_config|processor_config|tokenizer|tokenizer_config|special_tokens_map|added_tokens"
+    r"|vocab|trainer_state|dataset_infos?|package|package-lock)\.json|chat_template\..*|.*\.index\.json|(vocab|merges)\.txt"
+)
+_HELD_OUT = re.compile(r"test|valid|validation|val|dev|eval|held[-_]?out")
+_SHARD = re.compile(r"[-_.]?\d+([-_]of[-_]\d+)?$")
 _KINDS = {
     **{ending.lower(): kind for kind in reversed(SUFFIXES) for ending in SUFFIXES[kind]},  # the first kind that reads an ending
     **dict.fromkeys((*JSON, *parquet.SUFFIXES), ROWS),
@@ -46,7 +58,8 @@ _HINTS = {
 
 @dataclass
 class Files:
-    """The files of a `kind` below a folder, and an even sample of them as (path, bytes). `deep`: they lie in subfolders, too."""
+    """The files of a `kind` below a folder, and an even sample of them as (path, bytes). `deep`: they lie in subfolders, too. `beside`: the
+    first of the files there that are left out for their names, and that a reader of the folder would read."""
 
     kind: str
     folder: str
@@ -54,11 +67,14 @@ class Files:
     count: int = 0
     bytes: int = 0
     sample: list[tuple[str, int]] = field(default_factory=list)
+    endings: set[str] = field(default_factory=set)
+    beside: list[str] = field(default_factory=list)
 
     def add(self, path: str, size: int, draw: random.Random) -> None:
         """Count a file."""
         self.count += 1
         self.bytes += size
+        self.endings.add(_ending(path))
         if len(self.sample) < SAMPLE:
             self.sample.append((path, size))
         elif (place := int(draw.random() * self.count)) < SAMPLE:
@@ -66,22 +82,51 @@ class Files:
 
     def merge(self, other: Files) -> None:
         """Add the files of another folder."""
-        share = round(SAMPLE * self.count / (self.count + other.count))
+        share = round(SAMPLE * self.count / max(1, self.count + other.count))
         keep = min(len(self.sample), max(share, SAMPLE - len(other.sample)))
         self.sample = self.sample[:keep] + other.sample[: SAMPLE - keep]
         self.count += other.count
         self.bytes += other.bytes
+        self.endings |= other.endings
+        self.beside = (self.beside + other.beside)[:SAMPLE]
         self.deep = True
+
+    @property
+    def everything(self) -> str:
+        """The folder, or a pattern for the files right in it where others, or a model, lie below."""
+        return self.folder if self.deep else os.path.join(glob.escape(self.folder), "*")
+
+    @property
+    def path(self) -> str | None:
+        """The path of a source for these files: all of the folder, or a pattern by ending or first letters for these and for none that is
+        left out beside them; None if there is no such pattern."""
+        if not self.beside:
+            return self.everything
+        names, others = [os.path.basename(path) for path, _ in self.sample], [os.path.basename(path) for path in self.beside]
+        ending = glob.escape(min(self.endings)) if len(self.endings) == 1 else ""
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(min(names), max(names), strict=False))
+        begin = glob.escape("".join(letter for letter, _ in same)) if self.count == len(names) else ""
+        for pattern in (f"*{ending}", f"{begin}*", f"{begin}*{ending}"):
+            if all(fnmatchcase(name, pattern) for name in names) and not any(fnmatchcase(name, pattern) for name in others):
+                return os.path.join(glob.escape(self.folder), *(["**"] if self.deep else []), pattern)
+        return None
+
+    def apart(self) -> list[Files]:
+        """These files, each as its own where a few of them have no common path."""
+        if self.path is not None or self.count > MOST_LISTED:
+            return [self]
+        return [Files(self.kind, path, True, 1, size, [(path, size)]) for path, size in sorted(self.sample)]
 
 
 @dataclass
 class Survey:
-    """What a folder holds: files by kind, folders and files that are models, saved datasets, and what is not used: a reason with its
-    count and the first name."""
+    """What a folder holds: files by kind, folders and files that are models, folders with a tokenizer alone, saved datasets, and what is
+    not used: a reason with its count and the first name."""
 
     folder: str
     files: list[Files] = field(default_factory=list)
     models: list[str] = field(default_factory=list)
+    tokenizers: list[str] = field(default_factory=list)
     datasets: list[str] = field(default_factory=list)
     unused: Counter[str] = field(default_factory=Counter)
     named: dict[str, str] = field(default_factory=dict)
@@ -98,6 +143,7 @@ class Survey:
     def add(self, other: Survey) -> None:
         """Add all but the files by kind."""
         self.models += other.models
+        self.tokenizers += other.tokenizers
         self.datasets += other.datasets
         for reason, count in other.unused.items():
             self.leave_out(reason, other.named[reason], count)
@@ -142,14 +188,14 @@ def _look(folder: str, root: str, draw: random.Random) -> Survey:
             below.setdefault(kind, []).append(one)
     for kind in sorted({*own, *below}):
         first, rest = own.get(kind), below.get(kind, [])
-        if split or (rest and len(rest) <= MOST_FOLDERS):
-            found.files += ([first] if first else []) + rest
+        if split or (rest and sum(one.count > 0 for one in rest) <= MOST_FOLDERS):
+            found.files += [one for one in (first, *rest) if one is not None and one.count]
             continue
         whole = first or Files(kind, folder)
         whole.deep = True
         for other in rest:
             whole.merge(other)
-        found.files.append(whole)
+        found.files += [whole] if whole.count else []
     return found
 
 
@@ -159,12 +205,13 @@ def _scan(folder: str, top: str, root: str, draw: random.Random, into: Survey, b
     files: dict[str, Files] = {}
     folders: list[str] = []
     marks: set[str] = set()
+    held_out = any(_HELD_OUT.fullmatch(part.lower()) for part in os.path.relpath(os.path.realpath(folder), root).split(os.sep))
     try:
         with os.scandir(folder) as entries:
             for entry in entries:
                 if entry.name in _MARKS or entry.name.endswith(".safetensors"):
                     marks.add(entry.name if entry.name in _MARKS else ".safetensors")
-                _sort(entry, root, found, files, folders, top, draw)
+                _sort(entry, root, found, files, folders, top, draw, held_out)
     except OSError as error:
         found.leave_out(f"folders that cannot be listed ({error.strerror})", folder)
     if marks & set(SAVED_DATASETS):
@@ -173,6 +220,8 @@ def _scan(folder: str, top: str, root: str, draw: random.Random, into: Survey, b
     if "resolved.json" in marks or {"config.json", ".safetensors"} <= marks:
         into.models.append(folder)
         return []
+    if "tokenizer.json" in marks:
+        into.tokenizers.append(folder)
     into.add(found)
     for kind, one in files.items():
         if kind in by_kind:
@@ -183,8 +232,9 @@ def _scan(folder: str, top: str, root: str, draw: random.Random, into: Survey, b
 
 
 def _sort(
-    entry: os.DirEntry[str], root: str, found: Survey, files: dict[str, Files], folders: list[str], top: str, draw: random.Random
-) -> None:
+    entry: os.DirEntry[str], root: str, found: Survey, files: dict[str, Files], folders: list[str], top: str, draw: random.Random,
+    held_out: bool,
+) -> None:  # fmt: skip
     name, path = entry.name, entry.path
     try:
         if name[0] == ".":
@@ -203,12 +253,30 @@ def _sort(
             found.count += 1
             found.bytes += size
             if (kind := _kind(name, path, size, found)) is not None:
-                one = files.get(kind)
-                if one is None:
-                    one = files[kind] = Files(kind, top)
-                one.add(path, size, draw)
+                one = files.setdefault(kind, Files(kind, top))
+                if reason := _left_out(name, kind, held_out):
+                    found.leave_out(reason, path)
+                    one.beside += [path] if len(one.beside) < SAMPLE else []
+                else:
+                    one.add(path, size, draw)
     except OSError as error:
         found.leave_out(f"files that cannot be read ({error.strerror})", path)
+
+
+def _ending(name: str) -> str:
+    """The ending of a name, with that of a compressed file before it."""
+    plain, ending = os.path.splitext(os.path.basename(name))
+    return os.path.splitext(plain)[1] + ending if ending.lower() in COMPRESSED else ending
+
+
+def _left_out(name: str, kind: str, held_out: bool) -> str:
+    """Why a file is no training data, by its name or, with `held_out`, by that of its folder; empty if it may be."""
+    if _COMPANIONS.fullmatch(name):
+        return "files that belong to a model, a tokenizer, a dataset or a program, by their names"
+    stem = _SHARD.sub("", name.removesuffix(_ending(name)).lower())
+    if kind == ROWS and (held_out or _HELD_OUT.fullmatch(re.split(r"[-_.](?!out$)", stem)[-1])):
+        return "files of rows that are held out by the name of the file or its folder (test, validation, dev): rename it to train on them"
+    return ""
 
 
 def _kind(name: str, path: str, size: int, found: Survey) -> str | None:

@@ -17,7 +17,7 @@ from lmworks.init.budgets import READINGS, Budgets, continue_budget, dpo_budget,
 from lmworks.init.meaning import Found
 from lmworks.io.masking import mask
 from lmworks.plan.layout import devices
-from lmworks.recipe.load import Resolved, load_recipe
+from lmworks.recipe.load import Resolved, load_recipe_text
 from lmworks.ui.amounts import amount
 from lmworks.ui.amounts import size as size_text
 
@@ -141,7 +141,9 @@ def _pretraining(sources: Sequence[Found], budgets: Budgets, continued: bool) ->
             f"      global_batch_tokens: {batch} tokens", f"      mixture: {{{mixture}}}  # by amount of text",
         ]  # fmt: skip
     return [
-        "", *_comment(f"Entries of the vocabulary for this size; on a sample {budgets.bytes_per_token:.1f} bytes are one token."),
+        "", *_comment(f"{'The tokenizer found in the folder' if budgets.tokenizer else 'Entries of the vocabulary for this size'}; on a "
+                      f"sample {budgets.bytes_per_token:.1f} bytes are one token."),
+        f"tokenizer: {{path: {scalar(budgets.tokenizer)}, as_is: true}}" if budgets.tokenizer else
         f"tokenizer: {{vocab_size: {budgets.vocab_size}}}",
         *(["model: {tie_word_embeddings: true}  # in a small model the embedding is much of it"] if budgets.base < 5e8 else []),
         f"shards: {{max_epochs: {budgets.readings:g}}}  # of a source; {READINGS} are nearly as good as new text (arXiv:2305.16264)",
@@ -190,10 +192,7 @@ _SECTIONS = {"tune": _tune, "dpo": _dpo, "grpo": _grpo}
 
 def check(text: str) -> Resolved:
     """Load the recipe as `lmworks show` does. Raises `UserError`."""
-    with tempfile.TemporaryDirectory(prefix="lmworks-init-") as aside:
-        path = Path(aside) / "recipe.yaml"
-        path.write_text(text, encoding="utf-8")
-        return load_recipe(path)
+    return load_recipe_text(text)
 
 
 def write_new(path: Path, text: str) -> None:

@@ -31,7 +31,6 @@ from blake3 import blake3
 from lmworks.errors import UserError
 from lmworks.host import machine
 
-_PRIVATE = (Path("/dev/shm"), Path(tempfile.gettempdir()))  # where `private_folder` looks, best first
 _HELD = ".held"  # in a temporary folder; its process holds the lock of it
 _FRESH = 60.0  # seconds in which a temporary folder gets its lock, on the slowest file system
 _MOST_JSON = 1 << 29  # bytes; a tokenizer.json has 35 MB
@@ -102,7 +101,7 @@ def explain_os_errors(path: Path) -> Iterator[None]:
             yield
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise UserError(f"cannot write {path}: {error.strerror}; make it writable, or choose another run_dir") from error
+            raise UserError(f"cannot write {path}: {error.strerror}; make its folder writable, or write it elsewhere") from error
         raise
 
 
@@ -282,15 +281,28 @@ def read_json(path: Path, most: int = _MOST_JSON) -> Any:
 
 
 def cache_directory(kind: str) -> Path:
-    """The folder of what can be made again: $LMWORKS_CACHE/KIND, otherwise ~/.cache/lmworks/KIND."""
-    base = os.environ.get("LMWORKS_CACHE")
-    return (Path(base) if base else Path.home() / ".cache" / "lmworks") / kind
+    """The folder of what can be made again: $LMWORKS_CACHE/KIND, otherwise ~/.cache/lmworks/KIND. Raises `UserError` without a home."""
+    if base := os.environ.get("LMWORKS_CACHE"):
+        return Path(base) / kind
+    try:
+        return Path.home() / ".cache" / "lmworks" / kind
+    except RuntimeError:  # as in a container that is started with a user ID of its own
+        raise UserError(
+            f"there is no folder for {kind}: HOME is not set, and user ID {os.geteuid()} has no home folder; set LMWORKS_CACHE to a folder "
+            "for files that can be made again, or HOME"
+        ) from None
+
+
+def _private_bases() -> Iterator[Path]:
+    """Where `private_folder` looks, best first. Raises OSError at the second if no folder for temporary files is writable."""
+    yield Path("/dev/shm")
+    yield Path(tempfile.gettempdir())
 
 
 def private_folder() -> Path:
     """A folder in memory of this machine, or else among its temporary files, that only this user can enter. Raises OSError if there is
     none: anybody can take a name there first."""
-    for base in _PRIVATE:
+    for base in _private_bases():
         path = base / f"lmworks-{os.geteuid()}"
         with suppress(OSError):
             path.mkdir(mode=0o700, exist_ok=True)

@@ -16,7 +16,7 @@ from lmworks.errors import UserError, all_refusals
 from lmworks.host import machine
 from lmworks.io import jsonl
 from lmworks.io.files import explain_os_errors, write_text
-from lmworks.metrics.names import describe
+from lmworks.metrics.names import ELAPSED, describe
 from lmworks.metrics.trackers import MLflow, Trackio, import_package
 from lmworks.recipe.schema.artifacts import Metrics
 from lmworks.ui.terminal import console
@@ -227,7 +227,9 @@ FILE = "metrics.jsonl"
 
 
 class MetricLog(jsonl.ClosesAtEnd):
-    """Lines `{"step": s, "time": seconds since 1970, "train/loss": ...}` in `run_dir/metrics.jsonl`.
+    """Lines `{"step": s, "time": seconds since 1970, "perf/elapsed_seconds": ..., "train/loss": ...}` in `run_dir/metrics.jsonl`.
+
+    The elapsed seconds begin at 0 in each process; all durations are their differences, since the clock of `time` may be set.
 
     `resume_step` is the first step that will be written: lines of it and of later steps, left by a run that got further than its
     last checkpoint, are cut, so that the curve has each step once. Only what is cut is read. Every line is with the operating
@@ -237,7 +239,7 @@ class MetricLog(jsonl.ClosesAtEnd):
     """
 
     def __init__(self, run_dir: Path, options: Metrics, resume_step: int = 0, heartbeats: Path | None = None) -> None:
-        self.path, self._waiting = Path(run_dir) / FILE, jsonl.Waiting()
+        self.path, self._waiting, self._began = Path(run_dir) / FILE, jsonl.Waiting(), time.monotonic()
         with explain_os_errors(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._fd = jsonl.open_append(self.path)
@@ -248,7 +250,8 @@ class MetricLog(jsonl.ClosesAtEnd):
         """Add the values of a step. Names are those of `metrics.names` (`KeyError` otherwise); steps never fall."""
         for name in values:
             describe(name)
-        self._waiting.append(self._fd, {"step": step, "time": round(time.time(), 3), **values})
+        elapsed = round(time.monotonic() - self._began, 3)
+        self._waiting.append(self._fd, {"step": step, "time": round(time.time(), 3), ELAPSED: elapsed, **values})
         self._on_sinks(lambda sink: sink.write(step, values))
 
     def rewind(self, resume_step: int) -> None:

@@ -23,6 +23,7 @@ class Metric:
     better: Literal["lower", "higher", ""] = ""
 
 
+ELAPSED = "perf/elapsed_seconds"
 _MOE = "model.moe"
 DETAIL = "metrics.detail_every; of a run of 50 steps or more also steps 1, 10 and 100, and the step after an event"
 _NEEDLE = "a phase with needle"
@@ -119,6 +120,7 @@ _TABLE: tuple[tuple[Any, ...], ...] = (
     ("layers/{layer}/grad_norm", "", "norm of the gradients of a layer, after clipping", DETAIL),
     ("layers/{layer}/update_ratio", "", "norm of a layer's update relative to the norm of its weights", DETAIL),
     ("perf/tokens_per_second", "tokens/s", "since the previous metrics line, without saves and validation", "", "higher"),
+    (ELAPSED, "s", "since the process began to train, by a clock that is never set: differences of `time` may be corrections"),
     ("perf/step_seconds", "s", "wall time of the step", "", "lower"),
     ("perf/mfu", "", "model FLOPs relative to the measured matrix-multiply peak of the machine", "", "higher"),
     ("perf/gpu_utilization", "", "share of the last second in which the GPU of the first rank computed, by NVML", _NVML, "higher"),

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from lmworks.errors import UserError
 from lmworks.io.run_layout import MODEL_STAGES
+from lmworks.metrics.names import ELAPSED
 from lmworks.pages import record_files
 from lmworks.pages.findings import read_findings
 from lmworks.pages.record_files import MOST, conform, lines, mapping, number, read_document, read_stages, run_state
@@ -80,22 +83,33 @@ def _recipe(path: Path) -> Recipe | None:
         return None
 
 
+def _processes(starts: Sequence[Start]) -> deque[tuple[int, Start]]:
+    """The starts with the step after which their metrics begin: a later one that has gone back further has cut them."""
+    steps = accumulate((start.step for start in reversed(starts)), min)
+    return deque(zip(reversed(list(steps)), starts, strict=True))
+
+
 def _metrics(path: Path, training: Training) -> None:
     series = training.series
     recent: deque[tuple[float, float]] = deque(maxlen=200)
-    starts = deque(sorted(training.starts, key=lambda start: start.time))
-    before, own = None, Start(0.0)
+    starts = _processes(training.starts)
+    before, last, own = None, 0.0, Start(0.0)  # of the line before, or of the start of its process: time, elapsed seconds
     for record in lines(path):
         step, now = record.get("step"), record.get("time")
         if not isinstance(step, int | float) or not isinstance(now, int | float) or not (0 <= step < MOST and 0 <= now < MOST):
             continue
-        while starts and starts[0].time <= now:
-            if before is not None and before < starts[0].before < starts[0].time:
-                training.add_time(starts[0].before - before, own)
-            own = starts.popleft()
-            before = own.time
+        while starts and starts[0][0] < step:
+            _, after = starts.popleft()
+            if after.trained is not None:
+                training.add_time(max(0.0, after.trained - last) if after.reached > own.step else 0.0, own)
+            elif before is not None and before < after.before < after.time:
+                training.add_time(after.before - before, own)
+            own, before, last = after, after.time, 0.0
             recent.clear()
-        if before is not None and now > before:
+        if isinstance(elapsed := record.get(ELAPSED), int | float) and 0 <= elapsed < MOST:
+            training.add_time(elapsed - last if elapsed >= last else elapsed, own)
+            last = elapsed
+        elif before is not None and now > before:  # written by an older lmworks
             training.add_time(now - before, own)
         before = now
         training.newest = max(training.newest, now)
@@ -111,7 +125,7 @@ def _metrics(path: Path, training: Training) -> None:
             else:
                 series[name].interrupt(step)
         if isinstance(tokens := record.get("train/tokens"), int | float) and -MOST < tokens < MOST:
-            recent.append((now, tokens))
+            recent.append((training.seconds, tokens))
     if len(recent) > 1 and recent[-1][0] > recent[0][0]:
         training.tokens_per_second = (recent[-1][1] - recent[0][1]) / (recent[-1][0] - recent[0][0])
 
@@ -152,7 +166,9 @@ def _ledger(path: Path, training: dict[str, Training]) -> tuple[list[Json], int,
         if what in ("start", "resume"):
             cores = max(1, int(number(event.get("threads")))) if event.get("device", "cpu") == "cpu" else 0
             ranks = max(1, int(number(event.get("ranks"))))
-            part.starts.append(Start(number(event.get("time")), ranks, cores, number(event.get("trained_until"))))
+            paid = number(event["trained_for"]) if isinstance(event.get("trained_for"), int | float) else None
+            before, reached = number(event.get("trained_until")), int(number(event.get("reached")))
+            part.starts.append(Start(number(event.get("time")), ranks, cores, before, paid, reached, step if what == "resume" else -1))
             part.newest = max(part.newest, part.starts[-1].time)
             part.done, reason = False, ""
         if what == "start" or (what == "resume" and "planned_tokens" in event):  # a phase may have been added in between

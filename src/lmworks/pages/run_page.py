@@ -6,11 +6,13 @@ Without a script all of it is there but the charts, of which it has the last val
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from lmworks.errors import UserError
 from lmworks.io.files import write_text
 from lmworks.io.run_layout import BASE, MODEL_STAGES
 from lmworks.pages import overview, tables
@@ -25,9 +27,9 @@ from lmworks.recipe.schema.layout import Cluster
 FILE, COMPARISON = "report.html", "comparison.html"
 
 
-def write_page(run_dir: Path, cluster: Cluster | None = None, others: Sequence[Path] = ()) -> Path:
+def write_page(run_dir: Path, cluster: Cluster | None = None, others: Sequence[Path] = (), out: Path | None = None) -> Path:
     """Write `run_dir/report.html` from what the run has recorded so far; returns its path. `cluster` gives the price of an hour and the
-    power. With `others`, runs to compare with, the page is `run_dir/comparison.html`.
+    power. With `others`, runs to compare with, the page is `run_dir/comparison.html`. `out` is another file, or a directory, for the page.
 
     Any part may be missing, and a line may be half-written. Time and reading grow with the records, memory and the page do not.
     Raises `UserError` if one of them has no records of a run, or if `run_dir` cannot be written.
@@ -35,7 +37,10 @@ def write_page(run_dir: Path, cluster: Cluster | None = None, others: Sequence[P
     run_dir = Path(run_dir)
     for one in (run_dir, *others):
         require_records(Path(one))
-    path = run_dir / (COMPARISON if others else FILE)
+    name = COMPARISON if others else FILE
+    path = run_dir / name if out is None else out / name if out.is_dir() else out
+    if out is None and run_dir.is_dir() and not os.access(run_dir, os.W_OK):
+        raise UserError(f"{run_dir} cannot be written, as where it is mounted to be read; name a file for the page with --out")
     run, *rest = _named_apart([read_run(one) for one in (run_dir, *others)])
     write_text(path, render(run, cluster, rest))
     return path

@@ -154,12 +154,16 @@ class Mark:
 @dataclass(frozen=True)
 class Start:
     """A start or resume of training at `time`, on `ranks` ranks, each with a GPU or, if `cores` is above 0, that many CPU cores. The
-    process before has written metrics until `before`, of which those of steps that are trained again are no longer there."""
+    process before has written metrics until the time `before`, and the last that were written, `trained` seconds after their process began,
+    were of the step `reached`; those of steps that are trained again are no longer there. This process begins after `step`."""
 
     time: float
     ranks: int = 1
     cores: int = 0
     before: float = 0.0
+    trained: float | None = None
+    reached: int = -1
+    step: int = -1
 
 
 @dataclass

@@ -24,6 +24,7 @@ from pydantic import ValidationError
 
 from lmworks.errors import UserError
 from lmworks.io.files import cache_directory, explain_os_errors, temporary_folder
+from lmworks.recipe.families.common import slides_of_pattern
 from lmworks.recipe.families.family import NoClass
 from lmworks.recipe.families.registry import FAMILIES, family_of, to_config, why_beyond
 from lmworks.recipe.families.rope import rope_parameters
@@ -167,7 +168,8 @@ class _Values(Mapping[str, Any]):
         """Raise `UserError` for a key that says something else than `written`, as which `model` is written, or something unknown."""
         for key, value in self._found.items():
             if key == _PATTERN:
-                if _slides(value, model) != [model.slides(layer) for layer in range(model.num_hidden_layers or 0)]:
+                layers = model.num_hidden_layers or 0
+                if slides_of_pattern(value, layers) != [model.slides(layer) for layer in range(layers)]:
                     self._refuse(key, value)
             elif key == "rope.dimension_count" and not model.rope.partial_rotary_factor:
                 continue  # of no positions
@@ -188,7 +190,7 @@ class _Values(Mapping[str, Any]):
     def _absent(self, model: Model) -> dict[str, Any]:
         """What llama.cpp takes for keys that a file lacks."""
         found = dict(_ABSENT)
-        if self.architecture == "olmo2":
+        if self.architecture in ("mellum", "olmo2"):
             found["rope.freq_base_swa"] = model.rope.theta
         if self.architecture == "glm4moe":
             found["expert_gating_func"] = _GATES["SIGMOID"]
@@ -205,15 +207,6 @@ class _Values(Mapping[str, Any]):
         if key == "rope.scaling.attn_factor":
             return bool(value == 1)
         return key == "attention.causal" and value is True
-
-
-def _slides(pattern: Any, model: Model) -> Any:
-    """Which layers have the window: llama.cpp's pattern is a list, or the n of every n-th layer, which has none; `_Values` shortens a list
-    of equal entries."""
-    layers = range(model.num_hidden_layers or 0)
-    if isinstance(pattern, bool):
-        return [pattern] * len(layers)
-    return [(layer + 1) % pattern != 0 for layer in layers] if isinstance(pattern, int) and pattern > 0 else pattern
 
 
 def _refuse_absurd(values: _Values, header: Header) -> None:

@@ -78,7 +78,7 @@ def measured_mfu(run_dir: Path, cluster: Cluster) -> MeasuredMfu:
     speeds: deque[float] = deque(maxlen=_NEWEST)
     for record in lines(run_dir / "metrics.jsonl"):
         speed, length = number(record.get("perf/tokens_per_second")), int(number(record.get("train/sequence_length")))
-        if speed > 0 and length > 0 and number(record.get("time")) >= start.time:
+        if speed > 0 and length > 0 and number(record.get("step")) > start.step:
             speeds.append(speed * flops_per_token(model, length).total)
     if not speeds:
         raise UserError(f"{run_dir} has no metrics since it was last started; give another run, a number, or --calibrate")

@@ -23,6 +23,7 @@ from lmworks.host import machine
 from lmworks.io import files
 from lmworks.io.files import read_json, temporary_folder, write_json
 from lmworks.metrics.log import read
+from lmworks.metrics.names import ELAPSED
 from lmworks.plan.stages import StageData
 from lmworks.recipe.changes import as_tree
 from lmworks.recipe.document import Keys
@@ -176,7 +177,7 @@ def _training(recipe: Recipe, name: str, found: StageData | None, run_dir: Path,
     steps, tokens = phase_steps(phase)
     own = [line["perf/step_seconds"] for line in lines]
     checks = [line.get("perf/validation_seconds", 0.0) for line in lines]
-    gaps = [after["time"] - before["time"] for before, after in pairwise(lines)]
+    gaps = [after[ELAPSED] - before[ELAPSED] for before, after in pairwise(lines)]
     others = [gap - step - check for gap, step, check in zip(gaps, own[1:], checks[1:], strict=True)]
     check, sample = statistics.median(checks), max(0.0, statistics.median(others)) if others else 0.0
     counted = own if isinstance(section, Grpo) else own[1:] or own

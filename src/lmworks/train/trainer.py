@@ -25,7 +25,7 @@ from lmworks.io import jsonl
 from lmworks.io.run_layout import USED, ModelStage, checkpoint_name
 from lmworks.metrics.log import FILE as METRICS
 from lmworks.metrics.log import MetricLog, NoMetrics
-from lmworks.metrics.names import describe
+from lmworks.metrics.names import ELAPSED, describe
 from lmworks.model import linear_kernels
 from lmworks.optim.optimizer import Updates
 from lmworks.parallel.parallel_model import ParallelModel
@@ -524,13 +524,14 @@ class Trainer:
         steps, tokens = self.curriculum.steps, self.curriculum.tokens  # more than at the start where a phase was added
         self.files.ledger.write(
             "resume", stage=self.stage, step=self.step, tokens=self.curriculum.tokens_before(self.step),
-            steps=steps, planned_tokens=tokens, trained_until=self._trained_until(), **self._environment(),
+            steps=steps, planned_tokens=tokens, **self._trained_until(), **self._environment(),
         )  # fmt: skip
         terminal.console.print(f"{self.stage} resumes from step {self.step:,} of {steps:,}", style="dim")
 
-    def _trained_until(self) -> float | None:
-        """The time of the last metrics line, which is cut where it is of a step that is trained again: its cost was paid."""
-        return jsonl.last(self.files.folder / METRICS).get("time") if self.model.ranks.is_first else None
+    def _trained_until(self) -> dict[str, float | None]:
+        """Time, elapsed seconds and step of the last metrics line, which is cut if its step is trained again: its cost was paid."""
+        last = jsonl.last(self.files.folder / METRICS) if self.model.ranks.is_first else {}
+        return {"trained_until": last.get("time"), "trained_for": last.get(ELAPSED), "reached": last.get("step")}
 
     def _load(self) -> dict[str, Any] | None:
         """Load the newest good checkpoint that no rollback has undone; its meta, or None if there is none."""

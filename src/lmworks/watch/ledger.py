@@ -22,7 +22,7 @@ from typing import Any
 
 from lmworks.errors import UserError
 from lmworks.io import jsonl
-from lmworks.io.files import explain_os_errors, try_lock
+from lmworks.io.files import explain_full_disk, explain_os_errors, try_lock
 from lmworks.io.jsonl import ClosesAtEnd, Waiting
 from lmworks.io.masking import map_strings, mask
 
@@ -228,7 +228,7 @@ class RunLock:
     def __init__(self, run_dir: Path, file: str = LOCK, fd: int | None = None) -> None:
         self._run_dir, self.path = Path(run_dir), Path(run_dir) / file
         try:
-            with explain_os_errors(run_dir):
+            with explain_full_disk(run_dir):
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644) if fd is None else os.dup(fd)
         except (FileExistsError, NotADirectoryError, IsADirectoryError):

@@ -173,7 +173,8 @@ class Places:
     def __init__(self, config: Model) -> None:
         gguf = gguf_package()
         self.config, self.family, self._known = config, family_of(config), gguf_of(config)
-        number = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == self._known.architecture)
+        named = self._known.names_of or self._known.architecture
+        number = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == named)
         self._names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
 
     def item(self, ours: str, state: Mapping[str, Tensor], dtype: torch.dtype) -> GgufTensor | None:

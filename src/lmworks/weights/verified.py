@@ -21,7 +21,7 @@ from typing import Any
 
 from lmworks.errors import UserError
 from lmworks.host import machine
-from lmworks.io.files import explain_damage, read_json, write_text
+from lmworks.io.files import cache_directory, explain_damage, read_json, write_text
 from lmworks.ui.terminal import bar
 
 _WORTH = 64 << 20  # bytes: what takes less to read than some hundredths of a second is read again
@@ -59,8 +59,7 @@ def hash_files(paths: Iterable[Path]) -> dict[Path, str]:
 
 def directory() -> Path:
     """The folder of remembered hashes: $LMWORKS_CACHE/hashes, otherwise ~/.cache/lmworks/hashes."""
-    base = os.environ.get("LMWORKS_CACHE")
-    return (Path(base) if base else Path.home() / ".cache" / "lmworks") / "hashes"
+    return cache_directory("hashes")
 
 
 def _identity(path: Path) -> list[int]:

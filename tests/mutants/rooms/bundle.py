@@ -15,7 +15,7 @@ MUTANTS = [
      "bundle/test_bundle.py"),
     ("bundle.archive:_credentials", "                yield value\n", "                pass\n",
      "A second look knows the secret values of queries.", "bundle/test_bundle.py"),
-    ("bundle.archive:_refuse_secrets", '    secrets.append(("the home folder", str(Path.home())))\n', "",
+    ("bundle.archive:_refuse_secrets", 'secrets.append(("the home folder", str(Path.home())))', "pass",
      "A second look knows the home folder of the user.", "bundle/test_bundle.py"),
     ("bundle.contents:_VARIABLES", "HF_HUB_OFFLINE", "HF_[A-Z0-9_]+", "No token of a model hub is in the environment of a bundle.",
      "bundle/test_bundle.py"),

@@ -13,6 +13,8 @@ MUTANTS = [
      "deploy/test_recorded.py"),
     ("deploy.engines:launch_sglang", "fit.sequences * fit.data", "fit.sequences", "SGLang's limit of requests is over all replicas.",
      "deploy/test_sizing.py"),
+    ("deploy.engines:launch_vllm", "and not source.model.tie_word_embeddings", "and source.model.tie_word_embeddings",
+     "vLLM gets no LFM2 whose head it would leave out.", "deploy/test_sizing.py"),
     ("deploy.engines:_api", '"--host", request.host', '"--host", "0.0.0.0"', "A server is not reachable from outside unless asked.",
      "cli/test_deploy_command.py"),
     ("deploy.deploy:_copy_package", "    if on_cpu:\n", "    if False:\n", "A container for a CPU gets torch without CUDA.",

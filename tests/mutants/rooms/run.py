@@ -152,4 +152,9 @@ MUTANTS = [
      "            state = _detect_changes(run_dir, settled or resolved, allow, on_event)\n            _record_changes(run_dir, state)\n",
      "A change that is refused later is not recorded.",
      "run/test_changed_order.py::test_a_change_of_what_was_trained_is_refused_though_it_is_allowed"),
+    ("run.start_weights:_their_model", 'stored["dequantize"] = True', "pass", "The first loss of FP8 weights is compared.",
+     "cli/test_start_tuning.py::test_the_first_loss_of_fp8_weights_is_compared"),
+    ("run.start_weights:_their_loss", "except Exception as error:  # it raises what", "except OSError as error:  # it raises what",
+     "A failure of transformers is no failure of the run.",
+     "cli/test_start_tuning.py::test_a_failure_of_transformers_is_no_failure_of_the_run"),
 ]  # fmt: skip

@@ -211,6 +211,21 @@ def qwen_experts_from_config(config: dict[str, Any]) -> dict[str, Any]:
     return {"moe": moe}
 
 
+def feed_forward_kinds(layers: int, dense: int) -> list[str]:
+    """`mlp_layer_types` of a model whose first `dense` layers are dense."""
+    return ["dense" if layer < dense else "sparse" for layer in range(layers)]
+
+
+def first_dense(config: dict[str, Any], default: int) -> int:
+    """The number of first layers that are dense by `mlp_layer_types`, or `default`. Raises `UserError` for layers in another order."""
+    layers, types = config["num_hidden_layers"], config["mlp_layer_types"]
+    if types is None:
+        return default
+    if types != feed_forward_kinds(layers, dense := types.count("dense")):
+        raise UserError(f"config.json has {keys.said('mlp_layer_types', types)}, which are not {layers}, first dense and then sparse")
+    return dense
+
+
 def softmax_experts_metadata(model: Model) -> dict[str, Any]:
     """The metadata of experts in llama.cpp, where their size is that of the feed-forward layer."""
     assert model.moe is not None
@@ -256,6 +271,48 @@ def repeating(types: Sequence[str]) -> tuple[str, ...]:
     return tuple(types[:size])
 
 
+def sliding_from_config(config: dict[str, Any], default: list[bool]) -> dict[str, Any]:
+    """As `window_from_config`, for a class whose sliding layers have a RoPE of their own: without a window there is none."""
+    return window_from_config(config, default) or {"sliding_rope": None}
+
+
+def slides_of_pattern(pattern: Any, layers: int) -> list[bool] | None:
+    """Which layers have the window by llama.cpp's pattern: a truth value per layer, or the n of every n-th layer, which has none; or one
+    truth value, if all are alike. None for anything else."""
+    if isinstance(pattern, bool):
+        return [pattern] * layers
+    if isinstance(pattern, int) and pattern > 0:
+        return [(layer + 1) % pattern != 0 for layer in range(layers)]
+    known = isinstance(pattern, list) and len(pattern) == layers and all(isinstance(one, bool) for one in pattern)
+    return pattern if known else None
+
+
+def refuse_other_sliding_rope(model: Model, architecture: str) -> None:
+    """Raise `NoClass` if the sliding layers have not the RoPE that they have in llama.cpp: the theta of the others, and no scaling."""
+    if (model.sliding_rope or model.rope) != Rope(theta=model.rope.theta):
+        raise NoClass(
+            f"its sliding layers have not the plain RoPE with the theta of the others that llama.cpp has for {architecture} (sliding_rope)"
+        )
+    if model.rope.scaling == "ntk":
+        raise NoClass(
+            f"it has rope.scaling ntk, which is written as a larger theta, and llama.cpp's {architecture} has one theta for all layers"
+        )
+
+
+def sliding_metadata(model: Model) -> dict[str, Any]:
+    """The metadata of sliding layers in llama.cpp, as its converter writes them; their theta is that of the others."""
+    slides = [model.slides(layer) for layer in range(model.num_hidden_layers or 0)]
+    return {"sliding_window": int(model.sliding_window or 0), "sliding_window_pattern": slides, "freq_base_swa": model.rope.theta}
+
+
+def sliding_from_gguf(values: Mapping[str, Any], slides: list[bool]) -> dict[str, Any]:
+    """The window, the layers that have it, and their RoPE, from the metadata of a GGUF file."""
+    if not (size := values.get("attention.sliding_window", 0)):
+        raise NoClass("it has no sliding window")
+    window = window_from_config({"sliding_window": size, "num_hidden_layers": len(slides), "layer_types": None}, slides)
+    return window | {"sliding_rope": {"theta": values.get("rope.freq_base", 10_000.0)}}
+
+
 def window_of_all_layers(config: dict[str, Any]) -> dict[str, Any]:
     """`sliding_window` of all layers, if there is one; classes without `use_sliding_window` have one unless it is null."""
     size = config["sliding_window"] if config.get("use_sliding_window", True) else None
@@ -269,7 +326,7 @@ def upper_layers_slide(config: dict[str, Any]) -> list[bool]:
     return [layer >= config["max_window_layers"] for layer in range(config["num_hidden_layers"])]
 
 
-_NEED_A_HEAD = ("olmo2", "olmoe", "gpt-oss", "minimax-m2", "qwen2moe")  # all others take the embedding where a file has none
+_NEED_A_HEAD = ("olmo2", "olmoe", "gpt-oss", "minimax-m2", "qwen2moe", "mellum")  # all others take the embedding where a file has none
 
 
 def gguf(

@@ -69,7 +69,7 @@ _ANYTHING = frozenset({
     "use_flash_attn", "use_flash_attention", "use_flash_attention_2", "dual_chunk_attention_config", "pad_token", "bos_token",
     "eos_token", "unk_token", "add_bos_token", "add_eos_token",
 })  # fmt: skip
-_PREFIXES = ("_", "unsloth", "transformers.js", "trl_")
+_PREFIXES = ("_", "unsloth", "transformers.js", "trl_", "mtp_")  # the logits read no layer ahead
 _SUFFIXES = ("_token_id", "_token_ids")
 
 
@@ -312,7 +312,8 @@ class Gguf:
     `metadata`: values by the names of GGUFWriter's methods, without `add_`. `interleaved_rope`: llama.cpp rotates neighboring dimensions
     (2i, 2i + 1) instead of halves (i, i + R/2), so rows of query and key are reordered. `names`: pairs of our name, as in `Family.names`,
     and llama.cpp's, of tensors that are not those of the Hugging Face class under another name. `forms`: our names of tensors that
-    llama.cpp has with other values or in another order.
+    llama.cpp has with other values or in another order. `names_of`: the architecture that has the same names of tensors, for one that the
+    package `gguf` may not know.
     """
 
     architecture: str
@@ -320,6 +321,7 @@ class Gguf:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     names: Names = ()
     forms: Mapping[str, Form] = field(default_factory=dict)
+    names_of: str = ""
 
 
 class Form(NamedTuple):

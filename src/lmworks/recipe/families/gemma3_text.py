@@ -43,9 +43,7 @@ def _from_config(config: dict[str, Any]) -> dict[str, Any]:
     for key, value in (("sliding_window_pattern", pattern), ("final_logit_softcapping", cap), ("query_pre_attn_scalar", scalar)):
         if value is not None and value <= 0:
             raise UserError(f"config.json has {key} {value:g}, which must be positive")
-    window = common.window_from_config(config, _slides(config["num_hidden_layers"], pattern))
-    own = {} if window else {"sliding_rope": None}  # nothing slides
-    return _ALWAYS | window | own | {
+    return _ALWAYS | common.sliding_from_config(config, _slides(config["num_hidden_layers"], pattern)) | {
         "query_pre_attn_scalar": scalar if scalar != config["head_dim"] else None, "final_logit_softcapping": cap or 0.0,
     }  # fmt: skip
 

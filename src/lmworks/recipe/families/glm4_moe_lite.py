@@ -5,20 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from lmworks.errors import UserError
 from lmworks.recipe.families import common
 from lmworks.recipe.families.deepseek_v3 import FAMILY as DEEPSEEK
-from lmworks.recipe.families.family import Extra, Null, said
-
-_DENSE, _SPARSE = "dense", "sparse"
+from lmworks.recipe.families.family import Extra, Null
 
 
 def _from_config(config: dict[str, Any]) -> dict[str, Any]:
-    layers, types = config["num_hidden_layers"], config["mlp_layer_types"]
-    dense = 1 if types is None else types.index(_SPARSE) if _SPARSE in types else len(types)
-    if types is not None and types != [_DENSE] * dense + [_SPARSE] * (layers - dense):
-        raise UserError(f"config.json has {said('mlp_layer_types', types)}, which are not {layers}, first dense and then sparse")
-    return DEEPSEEK.from_config(config | {"first_k_dense_replace": dense, "head_dim": None})
+    return DEEPSEEK.from_config(config | {"first_k_dense_replace": common.first_dense(config, default=1), "head_dim": None})
 
 
 FAMILY = replace(

@@ -111,7 +111,9 @@ def _width(config: Mapping[str, Any]) -> int:
 
 
 FAMILY = Family(
-    name="Lfm2ForCausalLM", model_type="lfm2", about="hybrid: gated short convolutions and attention, dense; heads x head_dim is the width",
+    name="Lfm2ForCausalLM", model_type="lfm2",
+    about="hybrid: gated short convolutions and attention, dense; heads x head_dim is the width; "
+    "vLLM reads the embedding as the head",
     names=LAYERS,
     defaults=DEFAULTS | {
         "hidden_size": 2560, "intermediate_size": 12288, "block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0,

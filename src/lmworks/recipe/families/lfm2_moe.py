@@ -73,7 +73,8 @@ def _from_gguf(values: Mapping[str, Any]) -> dict[str, Any]:
 
 FAMILY = Family(
     name="Lfm2MoeForCausalLM", model_type="lfm2_moe",
-    about="hybrid: gated short convolutions and attention, experts (sigmoid gates); heads x head_dim is the width",
+    about="hybrid: gated short convolutions and attention, experts (sigmoid gates); heads x head_dim is the width; "
+    "vLLM reads the embedding as the head",
     names=_NAMES,
     defaults=lfm2.DEFAULTS | {
         "hidden_size": 2048, "intermediate_size": 7168, "moe_intermediate_size": 1792, "num_dense_layers": 2, "num_experts_per_tok": 4,

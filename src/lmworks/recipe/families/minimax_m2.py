@@ -77,7 +77,7 @@ FAMILY = Family(
         "shared_intermediate_size": (0,), "router_jitter_noise": (0.0,), "attention_bias": (False,), "sliding_window": (),
         **dict.fromkeys((f"layernorm_{place}_beta" for place in ("full_attention", "linear_attention", "mlp")), (1.0,)),
     },
-    ignored=("attn_type_list", "mlp_intermediate_size", "mtp_transformer_layers", "num_mtp_modules", "shared_moe_mode", "use_mtp"),
+    ignored=("attn_type_list", "mlp_intermediate_size", "num_mtp_modules", "shared_moe_mode", "use_mtp"),
     requires=frozenset({"experts", "QK norm over all heads"}), allows=frozenset({"partial RoPE", "selection bias"}),
     differs=_differs, to_config=_to_config, from_config=_from_config,
     architectures=("minimax-m2",), gguf=_gguf, from_gguf=_from_gguf, without_gguf="tied embeddings",

@@ -31,7 +31,7 @@ _LETTERS = {"M": mamba2.LINEAR, "*": mamba2.FULL, "-": "mlp", "E": "moe"}
 """Of hybrid_override_pattern."""
 _UNUSED: Defaults = {
     "chunk_size": 128, "expand": 2, "hidden_dropout": 0.0, "mamba_ssm_cache_dtype": "float32", "moe_shared_expert_overlap": True,
-    "mtp_layers_block_type": Null(list), "num_logits_to_keep": 1, "num_nextn_predict_layers": 0, "rescale_prenorm_residual": True,
+    "num_logits_to_keep": 1, "num_nextn_predict_layers": 0, "rescale_prenorm_residual": True,
     "residual_in_fp32": False, "time_step_floor": 1e-4, "time_step_max": 0.1, "use_mamba_kernels": True,
 }  # fmt: skip
 """Keys of the class that change no number."""
@@ -195,7 +195,7 @@ FAMILY = Family(
         "attention_bias": (False,), "tie_word_embeddings": (False,), "sliding_window": (), "n_shared_experts": (1,),
         "time_step_limit": mamba2.NO_LIMIT,
     },
-    ignored=("attention_head_dim", "mamba_num_groups", "mamba_state_dim", "mtp_hybrid_override_pattern", "norm_eps", "time_step_rank"),
+    ignored=("attention_head_dim", "mamba_num_groups", "mamba_state_dim", "norm_eps", "time_step_rank"),
     aliases={"layer_types": "layers_block_type", "num_local_experts": "n_routed_experts"},
     requires=frozenset({"layers of one block", "squared ReLU", "no RoPE"}),
     allows=frozenset({

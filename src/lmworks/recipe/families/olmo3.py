@@ -25,32 +25,19 @@ def _to_config(model: Model, _: Rope) -> dict[str, Any]:
 
 
 def _from_config(config: dict[str, Any]) -> dict[str, Any]:
-    window = common.window_from_config(config, _slides(config["num_hidden_layers"]))
-    own = {} if window else {"sliding_rope": None}  # nothing slides
-    return _ALWAYS | window | own
+    return _ALWAYS | common.sliding_from_config(config, _slides(config["num_hidden_layers"]))
 
 
 def _gguf(model: Model) -> Gguf:
     layers = model.num_hidden_layers or 0
-    known = common.gguf(model, "olmo2", window=True)
     if [model.slides(layer) for layer in range(layers)] != _slides(layers):
         raise NoClass("its sliding layers are not three of four, the last of which sees everything, as llama.cpp has them for olmo2")
-    if (model.sliding_rope or model.rope) != Rope(theta=model.rope.theta):
-        raise NoClass("its sliding layers have not the plain RoPE with the theta of the others that llama.cpp has for olmo2 (sliding_rope)")
-    if model.rope.scaling == "ntk":
-        raise NoClass("it has rope.scaling ntk, which is written as a larger theta, and llama.cpp's olmo2 has one theta for all layers")
-    metadata = {  # the latter two are what llama.cpp has for olmo2 in any case; its converter writes them
-        "sliding_window": int(model.sliding_window or 0), "sliding_window_pattern": _slides(layers), "freq_base_swa": model.rope.theta,
-    }  # fmt: skip
-    return Gguf(known.architecture, metadata=metadata)
+    common.refuse_other_sliding_rope(model, "olmo2")
+    return common.gguf(model, "olmo2", metadata=common.sliding_metadata(model), window=True)
 
 
 def _from_gguf(values: Mapping[str, Any]) -> dict[str, Any]:
-    size, layers = values.get("attention.sliding_window", 0), values["block_count"]
-    if not size:
-        raise NoClass("it has no sliding window")
-    window = common.window_from_config({"sliding_window": size, "num_hidden_layers": layers, "layer_types": None}, _slides(layers))
-    return _ALWAYS | window | {"sliding_rope": {"theta": values.get("rope.freq_base", 10_000.0)}}
+    return _ALWAYS | common.sliding_from_gguf(values, _slides(values["block_count"]))
 
 
 FAMILY = Family(

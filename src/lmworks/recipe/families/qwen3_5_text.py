@@ -28,7 +28,7 @@ NAMES: Names = (
 )  # fmt: skip
 UNREAD = ("mtp.", "model.visual.")
 PREFIXES = {"model.language_model.": "model."}
-IGNORED = ("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
+IGNORED = ("mamba_ssm_dtype",)
 MROPE = ("mrope_section", "mrope_interleaved")
 """Which positions of images the frequencies have; those of text are all the same."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from lmworks.recipe.families import common
@@ -19,22 +20,26 @@ def _from_config(config: dict[str, Any]) -> dict[str, Any]:
     return common.qwen_experts_from_config(config) | common.window_of_all_layers(config)
 
 
-def _gguf(model: Model) -> Gguf:
+def experts_gguf(model: Model, architecture: str = "qwen3moe", *, metadata: Mapping[str, Any] | None = None, window: bool = False) -> Gguf:
+    """An architecture of llama.cpp that has the tensors and the experts of qwen3moe."""
     moe = model.moe
     assert moe is not None
     if moe.first_k_dense_replace:
         raise NoClass(
-            f"its first layers are dense (moe.first_k_dense_replace {moe.first_k_dense_replace}), and llama.cpp's qwen3moe has "
+            f"its first layers are dense (moe.first_k_dense_replace {moe.first_k_dense_replace}), and llama.cpp's {architecture} has "
             f"experts in all layers"
         )
     if not moe.norm_topk_prob:
-        raise NoClass("the weights of its chosen experts are not normalized (moe.norm_topk_prob), and llama.cpp's qwen3moe normalizes them")
-    metadata = {
+        raise NoClass(
+            f"the weights of its chosen experts are not normalized (moe.norm_topk_prob), and llama.cpp's {architecture} normalizes them"
+        )
+    experts = {
         "expert_count": moe.n_routed_experts,
         "expert_used_count": moe.num_experts_per_tok,
         "expert_feed_forward_length": moe.moe_intermediate_size,
     }
-    return common.gguf(model, "qwen3moe", metadata=metadata)
+    known = common.gguf(model, architecture, metadata=experts | dict(metadata or {}), window=window)
+    return replace(known, names_of="qwen3moe")
 
 
 def _from_gguf(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -60,6 +65,6 @@ FAMILY = Family(
     fixed={"qkv_bias": (False,), "use_qk_norm": (True,), "shared_expert_intermediate_size": (0,)},
     requires=frozenset({"experts", "softmax gates", "QK norm"}), allows=frozenset({"sliding window"}),
     to_config=_to_config, from_config=_from_config,
-    architectures=("qwen3moe",), gguf=_gguf, from_gguf=_from_gguf,
+    architectures=("qwen3moe",), gguf=experts_gguf, from_gguf=_from_gguf,
     without_gguf="dense layers, weights of experts that are not normalized, sliding window",
 )  # fmt: skip
