@@ -78,7 +78,8 @@ PLACES = (
     (FIRST, "the weights to start from, by their headers", """
         weights.gguf gguf_of gguf_package
         weights.gguf _read GgufWeights._found GgufWeights._info GgufWeights._check_rope
-        weights.quantized _pair _form(2) dequantized
+        weights.quantized _pair _forms(2) dequantized
+        weights.int32 layout
         weights.reference find(4)
         weights.huggingface files_of(3) _open _refuse_duplicates refuse_unequal_copies(2)
         weights.names huggingface_name refuse_foreign
@@ -246,7 +247,8 @@ PLACES = (
         corpus.read.files _convert
         corpus.read.opening decompress
         corpus.read.part quarantine_errors
-        weights.quantized _Dequantized.get_slice(3) _Dequantized._tensor _Dequantized._shape_of _Dequantized._blocks
+        weights.quantized _Dequantized.get_slice(3) _Dequantized._tensor _Dequantized._packed _Dequantized._blocks
+        weights.int32 Int32.get_slice(3)
         weights.mxfp4 Mxfp4.get_slice(3) dequantize
         weights.huggingface load_weights _read_slice(2) _refuse_wrong_size _say_or_refuse
     """),

@@ -333,7 +333,11 @@ def test_a_quantized_model_needs_a_certificate(lmworks: Lmworks, exported: Path,
     model = tmp_path / "model"
     shutil.copytree(exported, model)
     config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
+
+    def write(method: str) -> None:
+        (model / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": method}}))
+
+    write("compressed-tensors")
 
     def deploy(*options: str) -> Any:
         return lmworks("deploy", model, "--gpus", "h100", "--expect", answers, "--out", tmp_path / "d", *options)
@@ -346,6 +350,11 @@ def test_a_quantized_model_needs_a_certificate(lmworks: Lmworks, exported: Path,
     shutil.rmtree(tmp_path / "d")
     (model / "certificate.json").unlink()
     assert deploy("--uncertified").code == 0
+    shutil.rmtree(tmp_path / "d")
+    write("fp8")
+    assert deploy().code == 0, "a form in which models are published is the original"
+    (model / "certificate.json").write_text(json.dumps({"verdict": "failed", "failures": ["the mean KL divergence is 2"]}))
+    assert "has failed its certificate: the mean KL divergence is 2" in deploy().error
 
 
 def test_answers_of_a_quantized_gguf_file_are_judged_by_its_bits(lmworks: Lmworks, exported: Path, answers: Path, tmp_path: Path) -> None:

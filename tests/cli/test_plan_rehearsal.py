@@ -76,7 +76,7 @@ def test_a_rehearsal_multiplies_what_is_repeated(base: Path, tmp_path: Path) -> 
         seconds = 9.0 if step == 1 else 2.0
         clock += seconds + 0.5 + 0.25 * (step > 1)
         values = {"perf/step_seconds": seconds, "perf/validation_seconds": 0.5, "train/tokens": step * 960}
-        lines.append({"step": step, "time": clock, **values})
+        lines.append({"step": step, "time": 1e9, "perf/elapsed_seconds": clock, **values})
     _lines(folder / "metrics.jsonl", lines)
     scores = [
         {"time": 1.0, "event": "reference_scores", "stage": "dpo", "split": split, "pairs": pairs, "seconds": seconds}
@@ -97,7 +97,9 @@ def test_a_rehearsal_of_tuning_multiplies_a_step_that_is_not_the_first(base: Pat
     recipe = load_recipe(_recipe(tmp_path, base)).recipe
     (tmp_path / "little" / "tune").mkdir(parents=True)
     seconds = [9.0, 2.0, 3.0, 2.0]
-    lines = [{"step": step, "time": 100.0 * step, "perf/step_seconds": took} for step, took in enumerate(seconds, 1)]
+    lines = [
+        {"step": step, "time": 1e9, "perf/elapsed_seconds": 100.0 * step, "perf/step_seconds": took} for step, took in enumerate(seconds, 1)
+    ]
     _lines(tmp_path / "little" / "tune" / "metrics.jsonl", lines)
     parts = _training(recipe, "tune", StageData("tune", 40, 0, 900, 25, 25 * 384, 3.0), tmp_path / "little", took=30.0)
     assert parts["steps"] == pytest.approx(2.0 * 25)

@@ -238,12 +238,14 @@ def test_a_plan_takes_the_speed_of_a_run(lmworks: Lmworks, tiny_copy: Tiny) -> N
     assert lmworks("pretrain", recipe, "--set", f"run_dir={run_dir}").code == 0
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     assert {line["train/sequence_length"] for line in lines} == {32, 64}
-    with (run_dir / "metrics.jsonl").open("a", encoding="utf-8") as file:  # another start, at half the speed
+    reached = lines[-1]["step"]
+    with (run_dir / "metrics.jsonl").open("a", encoding="utf-8") as file:  # another process, at half the speed
         for line in lines:
-            file.write(json.dumps(line | {"time": line["time"] + 1e4, "perf/tokens_per_second": line["perf/tokens_per_second"] / 2}) + "\n")
+            speed = {"perf/tokens_per_second": line["perf/tokens_per_second"] / 2}
+            file.write(json.dumps(line | {"step": line["step"] + reached + 1} | speed) + "\n")
     start = next(event for event in read_ledger(run_dir / "ledger.jsonl") if event["event"] == "start")
     with (run_dir / "ledger.jsonl").open("a", encoding="utf-8") as file:
-        file.write(json.dumps(start | {"time": start["time"] + 1e4}) + "\n")
+        file.write(json.dumps(start | {"event": "resume", "step": reached}) + "\n")
     found = plan(lmworks, str(recipe), "--mfu", str(run_dir))
     assert found["mfu"] == pytest.approx(median(line["perf/mfu"] for line in lines) / 2, rel=1e-6)
     assert found["mfu_source"].startswith(f"measured in {run_dir}: median of {len(lines)} metrics lines, ")

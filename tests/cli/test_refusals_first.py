@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from command import Lmworks
 from test_start_tuning import ROWS
@@ -289,6 +290,11 @@ CASES: dict[str, tuple[str, str, Make]] = {
     "a rank too large": ("run.refusals _adapters.look", "tune.lora.rank 99 is larger", lambda p: p.tune(lora={"rank": 99})),
     "no adapter": ("export.peft read_peft", "is no PEFT adapter", lambda p: p.adapter(None)),
     "a damaged adapter": ("export.peft read_peft", "is damaged", lambda p: p.adapter(PEFT)),
+    "an adapter of another base model": (
+        "export.peft _require_targets",
+        "has the tensor another, which is no adapter",
+        lambda p: p.adapter(PEFT, {"another": torch.zeros(1)}),
+    ),
     "no config of an adapter": ("export.peft _read_config", "is not the config of an adapter", lambda p: p.adapter("{")),
     "an adapter of another rank": (
         "export.peft _require_options",
@@ -365,6 +371,11 @@ CASES: dict[str, tuple[str, str, Make]] = {
         "weights.huggingface map_weights",
         "but the config says",
         lambda p: p.base("config.json", lambda c: c | {"intermediate_size": 64}),
+    ),
+    "another form of AWQ": (
+        "weights.int32 layout",
+        "is quantized with awq (3 bits",
+        lambda p: p.base("config.json", lambda c: c | {"quantization_config": {"quant_method": "awq", "bits": 3}}),
     ),
     "a missing layer": (
         "weights.huggingface map_weights",
@@ -473,7 +484,7 @@ ELSEWHERE = {
     "weights.gguf GgufWeights._info": WEIGHTS,
     "weights.gguf GgufWeights._check_rope": WEIGHTS,
     "weights.quantized _pair": WEIGHTS,
-    "weights.quantized _form": WEIGHTS,
+    "weights.quantized _forms": WEIGHTS,
     "weights.quantized dequantized": WEIGHTS,
     "weights.reference find": WEIGHTS,
     "recipe.checks phase_refusals.end_of_warm_up": "tests/train/test_phases.py; the same list as a phase without a step",

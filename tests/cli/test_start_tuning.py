@@ -14,6 +14,7 @@ import pytest
 import torch
 import yaml
 from command import Lmworks
+from safetensors.torch import load_file, save_file
 
 from base_models import KINDS, write_model, write_tokenizer
 from docs.doc_pages import DOCS, blocks
@@ -308,8 +309,62 @@ def test_a_first_loss_that_cannot_be_compared_is_said(
     recipe = write_recipe(tmp_path, _base(tmp_path / "base", "llama"), chats)
     done = lmworks("pretrain", recipe)
     assert done.code == 0 and "not compared with transformers: its fp32 weights need 0.0 GB of memory" in " ".join(done.err.split())
-    event = next(line for line in read_ledger(tmp_path / "run" / "ledger.jsonl") if line["event"] == "start_from")
-    assert "0.0 GB are free" in event["first_loss"]["not_compared"]
+    assert "0.0 GB are free" in _first_loss(tmp_path / "run")["not_compared"]
+
+
+def _first_loss(run_dir: Path) -> dict[str, Any]:
+    found: dict[str, Any] = next(line for line in read_ledger(run_dir / "ledger.jsonl") if line["event"] == "start_from")["first_loss"]
+    return found
+
+
+def test_the_first_loss_of_fp8_weights_is_compared(lmworks: Lmworks, chats: Path, tmp_path: Path) -> None:
+    base, side = _base(tmp_path / "base", "llama"), 16
+    stored: dict[str, torch.Tensor] = {}
+    for name, tensor in load_file(base / "model.safetensors").items():
+        stored[name] = tensor
+        if name.endswith("_proj.weight"):
+            scale = tensor.unflatten(0, (-1, side)).unflatten(2, (-1, side)).abs().amax((1, 3)) / 448
+            stored[f"{name}_scale_inv"] = scale
+            stored[name] = (tensor / scale.repeat_interleave(side, 0).repeat_interleave(side, 1)).to(torch.float8_e4m3fn)
+    save_file(stored, base / "model.safetensors", {"format": "pt"})
+    fp8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [side, side]}
+    config = read_json(base / "config.json") | {"dtype": "bfloat16", "quantization_config": fp8}
+    (base / "config.json").write_text(json.dumps(config))
+    done = lmworks("pretrain", write_recipe(tmp_path, base, chats))
+    assert done.code == 0, done.err
+    assert _first_loss(tmp_path / "run")["difference"] < 1e-4
+
+
+def test_other_ids_of_the_class_in_transformers_are_said(lmworks: Lmworks, chats: Path, tmp_path: Path) -> None:
+    base = _base(tmp_path / "base", "mistral")
+    spec = read_json(base / "tokenizer.json")
+    space = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
+    spec |= {"pre_tokenizer": None, "normalizer": {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "\u2581"}, space]}}
+    (base / "tokenizer.json").write_text(json.dumps(spec))
+    config = read_json(base / "tokenizer_config.json")
+    recipe, said = write_recipe(tmp_path, base, chats), {}
+    for name in ("LlamaTokenizer", "PreTrainedTokenizerFast"):
+        about = {"tokenizer_class": name, "unk_token": "<unk>", "legacy": False}
+        (base / "tokenizer_config.json").write_text(json.dumps(config | about))
+        done = lmworks("pretrain", recipe, "--set", f"run_dir={tmp_path / name}")
+        assert done.code == 0, done.err
+        said[name] = " ".join(done.err.split())
+    assert "encodes ' two spaces' as [" in said["LlamaTokenizer"]
+    assert "two spaces" not in said["PreTrainedTokenizerFast"]
+
+
+def test_a_failure_of_transformers_is_no_failure_of_the_run(
+    lmworks: Lmworks, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import transformers
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("no kernel for this")
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", fails)
+    done = lmworks("pretrain", write_recipe(tmp_path, _base(tmp_path / "base", "llama"), chats))
+    assert done.code == 0, done.err
+    assert _first_loss(tmp_path / "run")["not_compared"] == "it cannot compute with the weights (RuntimeError: no kernel for this)"
 
 
 def test_general_text_is_replayed_and_what_was_forgotten_is_said(lmworks: Lmworks, chats: Path, tmp_path: Path) -> None:

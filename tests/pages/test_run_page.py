@@ -139,6 +139,7 @@ def test_cost(run_dir: Path, device: str) -> None:
     cluster = Cluster(name="two", tflops=1.0, memory_gib=1.0, dollars_per_device_hour=3.0, watts_per_device=500)
     for number, line in enumerate(lines := [json.loads(text) for text in (run_dir / "metrics.jsonl").read_text().splitlines()]):
         line["time"] = 1_800_000_000 + 60 * number + (100_000 if number >= 30 else 0)  # a long pause at the resume
+        line["perf/elapsed_seconds"] = 60 * (number + 1 if number < 30 else number - 29)
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     ledger = [json.loads(text) for text in (run_dir / "ledger.jsonl").read_text().splitlines()]
     for event in ledger:
@@ -315,7 +316,7 @@ def test_time_to_go(run_dir: Path) -> None:
     with Ledger(run_dir / "ledger.jsonl") as ledger:
         ledger.write("start", stage="pretrain", steps=120, tokens=64 * 120)
     lines = [json.loads(text) for text in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line | {"time": 4e9 + 10 * line["step"]}) + "\n" for line in lines))
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line | {"perf/elapsed_seconds": 10 * line["step"]}) + "\n" for line in lines))
     write_json(run_dir / "export" / "stage.json", {"done": False})
     with RunLock(run_dir):
         text = page_of(run_dir).text

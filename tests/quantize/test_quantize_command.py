@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from command import Lmworks
+from safetensors.torch import load_file, save_file
 
 from lmworks.export.export import write_huggingface
 from lmworks.pages import model_pages
@@ -236,6 +237,32 @@ def test_a_hugging_face_directory_needs_text(lmworks: Lmworks, run: Any, tmp_pat
     assert "share a document" in lmworks("quantize", model, "--to", "gguf-q8_0", "--held-out", text, "--calibration", text).error
 
 
+def test_of_a_model_that_is_published_quantized_only_the_values_are_the_original(lmworks: Lmworks, run: Any, tmp_path: Path) -> None:
+    """As DeepSeek-V3 in FP8. The values are written out for what converts them, since it may not read their form."""
+    model, text = tmp_path / "model", tmp_path / "text.jsonl"
+    write_huggingface(run.model, run.tokenizer, model, torch.bfloat16)
+    stored = {}
+    for name, tensor in load_file(model / "model.safetensors").items():
+        stored[name] = tensor
+        if "mlp" in name and name.endswith("_proj.weight"):
+            scale = 2.0 ** (tensor.abs().amax().float() / 448).log2().ceil()  # so that the values are those of bf16
+            stored |= {name: (tensor.float() / scale).to(torch.float8_e4m3fn), f"{name}_scale_inv": scale[None]}
+    save_file(stored, model / "model.safetensors", {"format": "pt"})
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
+    text.write_text("".join(json.dumps({"text": f"def f{n}(x): return x + {n}\n" * 9}) + "\n" for n in range(6)))
+    done = lmworks("quantize", model, "--to", "gguf-q8_0", "--held-out", text, "--tokens", "128", "--json")
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["results"][0]["verdict"] == "passed"
+    source = open_source(str(model))
+    written = load_file(source.write_huggingface(tmp_path / "written") / "model.safetensors")
+    assert set(written) == {name for name in stored if not name.endswith("_scale_inv")}
+    for name, tensor in written.items():
+        scale = stored.get(f"{name}_scale_inv", torch.ones(1))
+        assert torch.equal(tensor.float(), stored[name].float() * scale), name
+    assert "is the model itself" in lmworks("quantize", model, "--to", "gguf-q8_0", "--held-out", text, "--out", model).error
+
+
 def test_a_deployment_serves_what_is_certified(lmworks: Lmworks, run: Any, tmp_path: Path) -> None:
     model, answers = tmp_path / "model", tmp_path / "answers.json"
     write_huggingface(run.model, run.tokenizer, model, torch.bfloat16)
@@ -295,10 +322,9 @@ def test_bad_input_is_one_line(lmworks: Lmworks, run: Any, tmp_path: Path) -> No
     assert "holds no text" in lmworks("quantize", model, "--to", "gguf-q8_0", *text, *out).error
     text[1].write_bytes(b"\xff\xfe\x00")
     assert "damaged" in lmworks("quantize", model, "--to", "gguf-q8_0", *text, *out).error
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"quantization_config": {}}))
-    assert "quantized already" in lmworks("quantize", model, "--to", "gguf-q8_0", *text, *out).error
-    (model / "config.json").write_text(json.dumps(config))
+    (model / "certificate.json").write_text("{}")
+    assert "is a result of `lmworks quantize`" in lmworks("quantize", model, "--to", "gguf-q8_0", *text, *out).error
+    (model / "certificate.json").unlink()
     (model / "model.safetensors").rename(model / "pytorch_model.bin")
     assert "only pytorch_model.bin, which is pickled" in lmworks("quantize", model, "--to", "gguf-q8_0", *text, *out).error
     assert not (tmp_path / "out").exists()

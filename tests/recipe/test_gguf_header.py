@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lmworks.errors import UserError
-from lmworks.recipe.gguf_header import read_header
+from lmworks.recipe.gguf_header import TYPES, read_header
 from lmworks.recipe.gguf_model import find_gguf
 from lmworks.recipe.weights import find_weights
 
@@ -49,6 +49,15 @@ def test_a_header_is_read(tmp_path: Path) -> None:
     assert found.metadata == {"general.architecture": "llama", "a": [1, -2, 3], "b": True}
     one, two = found.tensors.values()
     assert (one.shape, one.nbytes, two.shape, two.nbytes) == ((2, 4), 32, (8,), 32) and two.offset == one.offset + 32
+
+
+def test_the_types_are_those_that_the_package_dequantizes() -> None:
+    """A type that a new release adds is missed here, and not by a user."""
+    quants = pytest.importorskip("gguf.quants", reason="gguf is not installed: pip install 'lmworks[export]'")
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    readable = {*quants._type_traits, GGMLQuantizationType.F32, GGMLQuantizationType.F16}
+    assert {int(one): (one.name, *GGML_QUANT_SIZES[one]) for one in readable} == TYPES
 
 
 @pytest.mark.parametrize(

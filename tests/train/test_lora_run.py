@@ -159,7 +159,10 @@ def _config(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
         (_config(lambda config: config.update(peft_type="IA3")), (), "lmworks reads LORA"),
         (_config(lambda config: config.update(use_dora=True)), (), "use_dora true, which lmworks does not support"),
         (_config(lambda config: config.update(lora_alpha=9)), (), r"lora_alpha 9, and the recipe has lora\.alpha 32"),
-        (lambda folder: None, ("tune.lora.targets=[attention]",), r"which lora\.targets does not name"),
+        (
+            lambda folder: None, ("tune.lora.targets=[attention]",),
+            r"of other matrices than lora\.targets names; set lora\.targets to its own: \[",
+        ),
         (lambda folder: None, ("tune.lora.rank=2",), r"has r 4, and the recipe has lora\.rank 2"),
     ],
 )

@@ -150,6 +150,31 @@ def test_integers_are_read_as_what_they_stand_for(folder: Path, bits: int, packe
     torch.testing.assert_close(down, values["model.layers.1.mlp.down_proj.weight"], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("other", ["int8", "fp8"])
+def test_groups_of_layers_may_have_different_forms(folder: Path, other: str) -> None:
+    """As llm-compressor writes a recipe with two schemes: which weights have which form, the tensors say."""
+    values, eight = _integers(folder, 4, True, 4, True), folder / "eight"
+    four = load_file(folder / "model.safetensors")
+    write_model(eight, 64, hidden_size=40, num_attention_heads=4, intermediate_size=56)
+    others = _integers(eight, 8, True, 8, True) if other == "int8" else _quantized(eight, "channel")
+    names = [name for name in values if "mlp" in name]
+    stored = {name: one for name, one in four.items() if not any(name.startswith(start) for start in names)}
+    for file in eight.glob("*.safetensors"):
+        stored |= {name: one for name, one in load_file(file).items() if any(name.startswith(start) for start in names)}
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    groups = {
+        "group_0": {"format": "pack-quantized", "targets": ["re:.*self_attn.*"], "weights": {"num_bits": 4, "type": "int"}},
+        "group_1": {"format": "pack-quantized" if other == "int8" else "float-quantized", "targets": ["re:.*mlp.*"],
+                    "weights": {"num_bits": 8, "type": "int" if other == "int8" else "float"}},
+    }  # fmt: skip
+    given = {"quant_method": "compressed-tensors", "format": "mixed-precision", "config_groups": groups}
+    write_json(folder / "config.json", read_json(folder / "config.json") | {"quantization_config": given})
+    state = read_model(folder).state_dict()
+    expected = others["model.layers.1.mlp.down_proj.weight"]
+    torch.testing.assert_close(state["layers.1.ffn.down.weight"], expected, rtol=0, atol=0)
+    torch.testing.assert_close(state["layers.0.attention.value.weight"], values["model.layers.0.self_attn.v_proj.weight"], rtol=0, atol=0)
+
+
 @pytest.mark.parametrize(("part", "reason"), [("_shape", "has no tensor"), ("_scale", "has no scale of tensor")])
 def test_packed_integers_without_a_part_are_refused(folder: Path, part: str, reason: str) -> None:
     _integers(folder, 4, True, 4, False)
@@ -262,6 +287,8 @@ def test_a_scale_of_another_shape_is_refused(folder: Path) -> None:
         (_compressed(num_bits=8, type="int") | {"format": "marlin-24"}, "8 bits of int, format marlin-24"),
         (_compressed(num_bits=8, type="int") | {"transform_config": {"a": 1}}, "transform_config {'a': 1}"),
         ({"quant_method": "compressed-tensors"}, "no groups"),
+        ({"quant_method": "compressed-tensors", "config_groups": {"g": {"format": "nvfp4-pack-quantized", "weights": {"num_bits": 4,
+          "type": "int"}}}}, "format nvfp4-pack-quantized"),
     ],
 )
 def test_other_quantizations_are_refused_by_name(folder: Path, given: Any, reason: str) -> None:

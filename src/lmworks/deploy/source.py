@@ -14,10 +14,13 @@ from lmworks.recipe.families.registry import family_in, from_config
 from lmworks.recipe.gguf_model import as_folder, find_gguf
 from lmworks.recipe.hub import locate, name_of
 from lmworks.recipe.schema.model import Model
-from lmworks.recipe.weight_files import safetensors_of
+from lmworks.recipe.weight_files import of_adapter, safetensors_of
 from lmworks.recipe.weights import stored_model
 from lmworks.tokenizer.named import DEFAULT, chat_templates
 from lmworks.weights.huggingface import only_pickled
+from lmworks.weights.verified import CERTIFICATE
+
+_PUBLISHED = ("fp8", "mxfp4")  # forms in which makers publish models, some of them in no other; `lmworks quantize` writes neither
 
 
 @dataclass(frozen=True)
@@ -82,11 +85,13 @@ def open_source(path: Path, gguf: Path | None = None, name: str | None = None) -
 
 
 def require_certified(source: Source, gguf: bool) -> None:
-    """Raise `UserError` if what the engine reads is quantized, and no certificate beside it says that it is near the original."""
+    """Raise `UserError` if what the engine reads is quantized, and no certificate beside it says that it is near the original. In the forms
+    `_PUBLISHED` it is the original, unless there is a certificate."""
     from lmworks.quantize.certificate import require_passed
 
     path = source.served(gguf)
-    if weight_bits(path) < 16 if path.is_file() else bool(source.quantization):
+    published = source.quantization in ("", *_PUBLISHED) and not (path / CERTIFICATE).is_file()
+    if weight_bits(path) < 16 if path.is_file() else not published:
         require_passed(path)
 
 
@@ -102,7 +107,8 @@ def _places(path: Path) -> tuple[Path, Path | None]:
             raise UserError(f"{path} has no export for engines; make one with: lmworks export RECIPE --set export.huggingface=true")
         gguf = export / "gguf" / "model.gguf"
         return export / "huggingface", gguf if gguf.is_file() else None
-    raise UserError(f"{path} is no run directory (resolved.json), no GGUF file and no model in Hugging Face's format (config.json)")
+    other = f"{path} is no run directory (resolved.json), no GGUF file and no model in Hugging Face's format (config.json)"
+    raise UserError(of_adapter(path) or other)
 
 
 def _quantization(config: dict[str, Any]) -> tuple[str, int]:

@@ -158,29 +158,58 @@ def read_peft(
         base = (handle.metadata() or {}).get(_BASE)
         if None not in (base, base_hash) and base != base_hash:
             raise UserError(f"lora.init_from: {directory} is an adapter of another base model; this run's has the hash {base_hash}")
-        found = set(handle.keys())
-        known: set[str] = set()
+        _require_targets(directory, set(handle.keys()), state, model, family)
         for name, tensor in state.items():
-            parts = []
-            for theirs in _their_names(name, tensor, model, family):
-                if theirs not in found:
-                    raise UserError(f"lora.init_from: {directory} has no tensor {theirs}: it has other targets or another base model")
-                known.add(theirs)
-                parts.append(handle.get_tensor(theirs))
+            names = _their_names(name, tensor, model, family)
+            parts = [handle.get_tensor(theirs) for theirs in names]
             whole = torch.stack(parts) if tensor.ndim == 3 and len({part.shape for part in parts}) == 1 else parts[0]
             if (packed := packing(matrix_of_adapter(name), model, family)) is not None:
                 whole = joined.part(name, whole, packed, bool(config.get(_PATTERNS[0])))
             if whole.shape != tensor.shape:
                 raise UserError(
-                    f"lora.init_from: {directory} is an adapter of another base model: {theirs} has the shape {tuple(parts[0].shape)}, and "
-                    f"here it is {tuple(tensor.shape[-2:])}"
+                    f"lora.init_from: {directory} is an adapter of another base model: {names[-1]} has the shape "
+                    f"{tuple(parts[0].shape)}, and here it is {tuple(tensor.shape[-2:])}"
                 )
             whole = reordered(matrix_of_adapter(name), whole, model, family, back=True) if name.endswith("B") else whole
             if (part := local_slice(name, tensor)) is not None:
                 box = tuple(slice(at, at + size) for at, size in zip(part.offsets, part.sizes, strict=True))
                 part.values().copy_(whole[box])
-        if unknown := sorted(found - known):
-            raise UserError(f"lora.init_from: {directory} has the tensor {unknown[0]}, which lora.targets does not name; add its target")
+
+
+def _require_targets(directory: Path, found: set[str], state: Mapping[str, Tensor], model: Model, family: Family) -> None:
+    """Raise `UserError` unless `found`, the tensors of a file, are the adapters in `state`, with the targets that would have them."""
+    theirs = {name: _their_names(name, tensor, model, family) for name, tensor in state.items()}
+    if found == {one for names in theirs.values() for one in names}:
+        return
+    possible: dict[str, set[str]] = {}
+    for name, tensor in _every_adapter(model, ("all-linear", *(("experts",) if model.moe else ()))).items():
+        possible.setdefault(matrix_of_adapter(name).removesuffix(".weight"), set()).update(_their_names(name, tensor, model, family))
+    if unknown := sorted(found.difference(*possible.values())):
+        raise UserError(
+            f"lora.init_from: {directory} has the tensor {unknown[0]}, which is no adapter of a matrix that lora.targets can name: it is "
+            "of another base model, or of its embedding or head; train an adapter of other modules"
+        )
+    adapted = [matrix for matrix, names in possible.items() if names <= found]
+    targets = {next(end for end in _ends(matrix) if all(one in adapted for one in possible if f".{one}".endswith(f".{end}")))
+               for matrix in adapted}  # fmt: skip
+    raise UserError(
+        f"lora.init_from: {directory} has adapters of other matrices than lora.targets names; set lora.targets to its own: "
+        f"[{', '.join(sorted(targets))}]"
+    )
+
+
+def _ends(name: str) -> list[str]:
+    """The ends of a name in whole parts, the shortest first."""
+    parts = name.split(".")
+    return [".".join(parts[at:]) for at in reversed(range(len(parts)))]
+
+
+def _every_adapter(model: Model, targets: tuple[str, ...]) -> dict[str, Tensor]:
+    """All adapters that the model has with these targets, of rank 1, on the meta device."""
+    with torch.device("meta"):
+        everything = Transformer(model)
+        attach(everything, Lora(rank=1, targets=targets))
+    return {name: value for name, value in everything.state_dict().items() if is_adapter(name)}
 
 
 def _their_names(name: str, tensor: Tensor, model: Model, family: Family) -> list[str]:
@@ -286,10 +315,7 @@ def _target_modules(state: Mapping[str, Tensor], model: Model, family: Family) -
         return {name.replace("{e}", str(expert)) for name in found for expert in experts}
 
     adapted = modules(state)
-    with torch.device("meta"):
-        everything = Transformer(model)
-        attach(everything, Lora(rank=1, targets=("all-linear",)))
-    possible = modules({name: value for name, value in everything.state_dict().items() if is_adapter(name)})
+    possible = modules(_every_adapter(model, ("all-linear",)))
     short: set[str] = set()
     for name in adapted:
         last = name.rpartition(".")[2]

@@ -59,7 +59,7 @@ def quantize(where: str, schemes: Sequence[Scheme], out: Path, options: Options)
     pythons = {scheme.name: _find(scheme, options.pythons) for scheme in schemes}
     vllm = compressed.find_vllm(options.pythons) if any(scheme.format == "compressed-tensors" for scheme in schemes) else None
     source = open_source(where)
-    if source.directory is not None and out.resolve() == source.directory.resolve():
+    if out.resolve() in [one.resolve() for one in (source.directory, Path(where)) if one is not None]:
         raise UserError(f"--out {out} is the model itself; choose another directory")
     for scheme in schemes:
         _require_own_folders(out, scheme)

@@ -26,10 +26,12 @@ from lmworks.recipe.hub import locate
 from lmworks.recipe.load import load_resolved
 from lmworks.recipe.parameters import count_parameters
 from lmworks.recipe.schema.model import Model
+from lmworks.recipe.weight_files import of_adapter
 from lmworks.weights.huggingface import files_of, only_pickled
 from lmworks.weights.open import OpenModel, open_model
+from lmworks.weights.quantized import stated as stated_quantization
 from lmworks.weights.run_models import folder
-from lmworks.weights.verified import hash_files
+from lmworks.weights.verified import CERTIFICATE, hash_files
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,8 @@ def with_limits(scheme: Scheme, given: Sequence[str]) -> Scheme:
 class Source:
     """A model with its weights rounded to `dtype`, the type of its export; it computes in fp32, as the reference of every certificate.
 
-    `directory` is its Hugging Face directory, or None for a run; `run_dir` the run, or None. `bytes` is the size of the weights in
+    `directory` is its Hugging Face directory, or None where one is written first: for a run, a GGUF file, and weights that are published
+    quantized, whose values are the original. `run_dir` is the run, or None. `bytes` is the size of the weights in
     `dtype`, `fingerprint` a hash of names and contents of its files (of a run's checkpoints: of their manifests).
     """
 
@@ -145,7 +148,10 @@ def open_source(where: str) -> Source:
     path = Path(where).expanduser()
     gguf = find_gguf(path)
     if gguf is not None and weight_bits(gguf) < 16:
-        raise UserError(f"{gguf} is quantized already; quantize the model that it was made from")
+        raise UserError(
+            f"{gguf} is quantized already; quantize the model that it was made from, in Hugging Face's format: also one that is published "
+            "in FP8, MXFP4 or compressed-tensors only"
+        )
     path = path if gguf is None else as_folder(gguf)
     _check_quantizable(path, where)
     run_dir = _run_of(path)
@@ -158,7 +164,9 @@ def open_source(where: str) -> Source:
         described = read_json(path / "config.json")
         stored = str(described.get("dtype") or described.get("torch_dtype"))
         dtype = torch.bfloat16 if stored == "bfloat16" else torch.float32
-        directory, files = path if gguf is None else None, [*files_of(path), path / "config.json", path / "tokenizer.json"]
+        # others read the values that we read: those of quantized weights are written out
+        directory = path if gguf is None and not stated_quantization(path, described) else None
+        files = [*files_of(path), path / "config.json", path / "tokenizer.json"]
     else:
         assert run_dir is not None and recipe is not None
         dtype, directory = DTYPES[recipe.export.dtype], None
@@ -175,9 +183,10 @@ def _check_quantizable(path: Path, where: str) -> None:
         if only_pickled(path):
             files_of(path)
         if not (path / "config.json").is_file():
-            raise UserError(f"{where} is neither a run (resolved.json) nor a Hugging Face directory (config.json)")
-        if "quantization_config" in read_json(path / "config.json"):
-            raise UserError(f"{where} is quantized already; quantize the model that it was made from")
+            other = f"{where} is neither a run (resolved.json) nor a Hugging Face directory (config.json)"
+            raise UserError(of_adapter(path) or other)
+        if (path / CERTIFICATE).is_file():
+            raise UserError(f"{where} is a result of `lmworks quantize`; quantize the model that it was made from")
 
 
 def _require_memory(model: Model, where: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -12,6 +13,21 @@ from lmworks.io.files import explain_damage, read_json
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+def of_adapter(folder: Path) -> str | None:
+    """What to do with a folder that is a PEFT adapter and no model; None if it is something else."""
+    if not (folder / ADAPTER).is_file():
+        return None
+    with explain_damage(folder / ADAPTER):
+        base = str(read_json(folder / ADAPTER).get("base_model_name_or_path") or "BASE")
+    merged = folder.resolve().with_name(f"{folder.resolve().name}-merged")
+    return (
+        f"{folder} is a PEFT adapter of {base}, and no whole model; continue it with lora.init_from, or merge the two: pip install peft && "
+        "python -c 'import sys, peft, transformers as t; a, b, c = sys.argv[1:]; M = t.AutoModelForCausalLM; "
+        'peft.PeftModel.from_pretrained(M.from_pretrained(b, dtype="auto"), a).merge_and_unload().save_pretrained(c); '
+        f"t.AutoTokenizer.from_pretrained(b).save_pretrained(c)' {shlex.join([str(folder), base, str(merged)])}"
+    )
 
 
 def safetensors_of(directory: Path) -> list[Path]:

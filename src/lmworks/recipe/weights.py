@@ -29,7 +29,8 @@ from lmworks.recipe.phases import final, in_force
 from lmworks.recipe.schema.artifacts import TEMPLATES
 from lmworks.recipe.schema.model import Model
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.recipe.weight_files import layers_ahead, tensor_names
+from lmworks.recipe.tokenizer_files import other_form
+from lmworks.recipe.weight_files import layers_ahead, of_adapter, tensor_names
 
 ARCHITECTURE = "architecture"  # key in a checkpoint's meta: what phases may change in the model that its weights compute
 _CHANGED = ("qk_norm_blend", "rope", "sliding_rope", "sliding_window", "layer_types", "no_rope_layer_interval")
@@ -101,7 +102,8 @@ def find_weights(path: Path, needs_tokenizer: bool = True) -> Weights:
         best = final_checkpoint_of(steps[-1], _meta(_mapping(steps[-1] / "meta.json")))
         path = best if best.is_dir() else steps[-1]
     if not (path / "meta.json").is_file():
-        raise UserError(f"{path} is no Hugging Face folder (config.json), GGUF file, checkpoint (meta.json) or run (resolved.json)")
+        other = f"{path} is no Hugging Face folder (config.json), GGUF file, checkpoint (meta.json) or run (resolved.json)"
+        raise UserError(of_adapter(path) or other)
     document = _mapping(path / "meta.json")
     recipe = _recipe_of(path, document)
     meta = _meta(document)
@@ -170,7 +172,7 @@ def _recipe_of(path: Path, document: dict[str, Any]) -> Recipe:
 def _tokenizer(folder: Path, needed: bool = True) -> Path:
     found = folder / "tokenizer.json"
     if needed and not found.is_file():
-        raise UserError(f"{folder} has no tokenizer.json, which the weights need; put it there")
+        raise UserError(other_form(folder) or f"{folder} has no tokenizer.json, which the weights need; put it there")
     return found
 
 

@@ -46,6 +46,8 @@ TEXT = (
     "then, many people had believed that rain alone could not fill the rivers."
 )
 """What the loss is measured on: plain prose, on which a trained model has a loss of 2 to 4."""
+_PROBES = ("Hello world", "  two spaces", "\nA line")
+"""Beginnings of texts, where tokenizers that put a space before a text differ."""
 _RANDOM = 8  # tokens that are drawn at random behind the text, so that rows of the embedding count which the text does not use
 _TOKENS = 128  # of both, at most
 _MOST_ROWS = 8  # of the batch; each is the same work for the other library, on one CPU
@@ -111,26 +113,56 @@ def _their_loss(start: Weights, rows: np.ndarray, repeats: np.ndarray, vocabular
     if needed > free:
         return f"its fp32 weights need {needed / 1e9:,.1f} GB of memory, and {free / 1e9:,.1f} GB are free"
     try:
-        import transformers
+        import transformers  # noqa: F401
     except ImportError:
         return "it is not installed (pip install 'lmworks[export]')"
     from lmworks.export.huggingface import quiet_transformers
 
-    with quiet_transformers(), redirect_stderr(io.StringIO()):  # a progress bar of the GGUF reader
+    with quiet_transformers():
+        differs = _other_ids(start)
+    if differs is not None:
+        console.print(differs, style="yellow")
+    with quiet_transformers(), redirect_stderr(io.StringIO()), torch.no_grad():  # a progress bar of the GGUF reader
         try:
-            file = {"gguf_file": found[0].name} if start.origin is not None and (found := sorted(start.path.glob("*.gguf"))) else {}
-            theirs = transformers.AutoModelForCausalLM.from_pretrained(Path(start.path), dtype=torch.float32, **file).eval()
-        except Exception as error:  # it raises what its dependencies raise
-            return " ".join(f"it cannot load the weights ({type(error).__name__}: {error})".split())[:300]
-    _add_rows(theirs, vocabulary, added)
-    tokens_BT = torch.from_numpy(rows).long()
-    with torch.no_grad():
-        losses = [torch.nn.functional.cross_entropy(theirs(row[None]).logits[0, :-1].float(), row[1:]) for row in tokens_BT]
+            theirs = _their_model(start).eval()
+            _add_rows(theirs, vocabulary, added)
+            tokens_BT = torch.from_numpy(rows).long()
+            losses = [torch.nn.functional.cross_entropy(theirs(row[None]).logits[0, :-1], row[1:]) for row in tokens_BT]
+        except Exception as error:  # it raises what its dependencies raise, and the loss is only compared
+            return " ".join(f"it cannot compute with the weights ({type(error).__name__}: {error})".split())[:300]
     loss = float((torch.stack(losses).double() * torch.from_numpy(repeats)).sum() / repeats.sum())
     return loss if math.isfinite(loss) else f"its loss is {loss}"
 
 
-@torch.no_grad()
+def _other_ids(start: Weights) -> str | None:
+    """A line about a text of which the class of `transformers` has other ids than its tokenizer.json; None if there is none."""
+    import transformers
+
+    try:
+        ours = load_tokenizer(start.tokenizer.parent)
+        theirs = transformers.AutoTokenizer.from_pretrained(start.tokenizer.parent)
+        found = ((text, ours.encode_batch([text])[0].tolist(), theirs(text, add_special_tokens=False).input_ids) for text in _PROBES)
+        text, own, other = next(one for one in found if one[1] != one[2])
+    except Exception:  # none differs, or one of the two cannot be opened, which is refused where it is needed
+        return None
+    return (
+        f"{type(theirs).__name__} of transformers {transformers.__version__} encodes {text!r} as {other}, and {start.tokenizer}, which is "
+        f"used as it is, as {own}; if the weights were trained with the former, write the file again with its save_pretrained"
+    )
+
+
+def _their_model(start: Weights) -> Any:
+    """The model of `transformers`, in fp32 whatever its weights are stored in."""
+    import transformers
+
+    if start.origin is not None and (found := sorted(start.path.glob("*.gguf"))):
+        return transformers.AutoModelForCausalLM.from_pretrained(Path(start.path), dtype=torch.float32, gguf_file=found[0].name)
+    config = transformers.AutoConfig.from_pretrained(start.path)
+    if isinstance(stored := getattr(config, "quantization_config", None), dict):
+        stored["dequantize"] = True  # by methods that cannot, it is ignored
+    return transformers.AutoModelForCausalLM.from_pretrained(Path(start.path), config=config, dtype=torch.float32).float()
+
+
 def _add_rows(theirs: Any, vocabulary: int, added: range) -> None:
     """Give the rows of new tokens the mean of the others, as `lmworks.export.huggingface.load_weights` does."""
     before = theirs.get_input_embeddings().weight.shape[0]

@@ -48,14 +48,18 @@ class ForeignTokenizer(Tokenizer):
                 if (found := whole.token_to_id(token["content"])) != int(token["id"]):
                     raise UserError(f"{path} gives its token {token['content'][:100]!r} the id {token['id']}, but the package tokenizers "
                                     f"gives it {found}; get the file again from its origin")  # fmt: skip
-            tokens = {token["content"]: token for token in spec.get("added_tokens") or [] if token.get("special")}
+            # a token that is a byte of every text, as a pad token "!" of byte-level BPE, is text whatever the file says
+            control = [token for token in spec.get("added_tokens") or []
+                       if token.get("special") and not tokenizer_json.is_byte(token["content"], spec)]  # fmt: skip
+            tokens = {token["content"]: token for token in control}
             self.special = {name: int(token["id"]) for name, token in sorted(tokens.items(), key=lambda item: int(item[1]["id"]))}
             self._alone = frozenset(name for name, token in tokens.items() if token.get("single_word"))
             self._strips = {name: (bool(token.get("lstrip")), bool(token.get("rstrip"))) for name, token in tokens.items()}
             # user-defined tokens such as runs of spaces are text; control tokens are not
-            ordinary = [token for token in spec.get("added_tokens") or [] if not token.get("special")]
+            ordinary = [token for token in spec.get("added_tokens") or [] if token["content"] not in tokens]
             self.markup = {token["content"]: int(token["id"]) for token in ordinary if token["content"] in MARKUP}
-            plain = spec | {"added_tokens": ordinary, "post_processor": None, "truncation": None, "padding": None}
+            model = tokenizer_json.without_pieces(spec["model"], tokens)
+            plain = spec | {"added_tokens": ordinary, "model": model, "post_processor": None, "truncation": None, "padding": None}
             self._text = tokenizers.Tokenizer.from_str(json.dumps(plain))
             later = _without_first_space(spec.get("pre_tokenizer"))
             self._later = self._text if later is None else tokenizers.Tokenizer.from_str(json.dumps(plain | {"pre_tokenizer": later}))

@@ -13,6 +13,7 @@ from lmworks.errors import UserError
 from lmworks.io.files import atomic_path, explain_damage, read_json, write_bytes, write_json, write_text
 from lmworks.recipe.gguf_model import tokenizer_file
 from lmworks.recipe.schema.recipe import Recipe
+from lmworks.recipe.tokenizer_files import other_form
 from lmworks.tokenizer import special
 from lmworks.tokenizer.chat import shipped_template
 from lmworks.tokenizer.foreign import ForeignTokenizer
@@ -25,7 +26,7 @@ def load(directory: Path) -> Tokenizer:
     one, is ours; else a `ForeignTokenizer`. Raises `UserError` if there is none or it cannot be read."""
     path = Path(directory) / "tokenizer.json"
     if not path.is_file():
-        raise UserError(f"{path} does not exist; make it with `lmworks tokenizer train RECIPE`")
+        raise UserError(other_form(path.parent) or f"{path} does not exist; make it with `lmworks tokenizer train RECIPE`")
     spec = read_json(path)
     with explain_damage(path):
         added = {token["content"] for token in spec.get("added_tokens") or []}
@@ -82,7 +83,7 @@ def _source(recipe: Recipe) -> Path:
     assert recipe.tokenizer.path
     source = tokenizer_file(Path(recipe.tokenizer.path).expanduser()).parent
     if not (source / "tokenizer.json").is_file():
-        raise UserError(f"{source} has no tokenizer.json, which the weights need; put it there")
+        raise UserError(other_form(source) or f"{source} has no tokenizer.json, which the weights need; put it there")
     return source
 
 

@@ -137,7 +137,8 @@ class TextTokenizer:
     def _reference_for_text(self) -> tokenizers.Tokenizer:
         import tokenizers
 
-        spec = read_json(self.directory / "tokenizer.json") | {"added_tokens": [], "post_processor": None}
+        spec = read_json(self.directory / "tokenizer.json")
+        spec |= {"added_tokens": [], "model": bpe_.without_pieces(spec["model"], self._bpe.added), "post_processor": None}
         return tokenizers.Tokenizer.from_str(json.dumps(spec))
 
     def decode(self, ids: Iterable[int], skip_special: bool = False, keep: Collection[int] = ()) -> str:

@@ -10,7 +10,10 @@ an imported one is checked (`check_same_ids`).
 
 from __future__ import annotations
 
+import json
 import re
+import secrets
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -98,6 +101,37 @@ def read_bpe(spec: dict[str, Any], where: str) -> Bpe:
     if sorted([*pieces, *bpe.added.values()]) != list(range(bpe.vocab_size)):
         raise refuse("the token ids have gaps or repeat")
     return bpe
+
+
+def without_pieces(model: dict[str, Any], texts: Collection[str]) -> dict[str, Any]:
+    """The `model` of a tokenizer.json in which no text becomes the entries `texts`. Ids, scores and the size of the vocabulary stay.
+
+    A tokenizer without its added tokens still finds those that are entries of the vocabulary: Unigram takes any piece of a text, BPE
+    what its merges reach, or with ignore_merges a whole word, as WordLevel and WordPiece do. Their texts become ones that nobody knows.
+    """
+    vocab = model.get("vocab") or {}
+    # nobody can write them, since they are drawn at each opening
+    hidden = {text: f"{text}\U0010fffd{secrets.token_hex(16)}" for text in texts}
+    if isinstance(vocab, list):  # Unigram: pieces with their scores
+        return model | {"vocab": [[hidden.get(piece, piece), *score] for piece, *score in vocab]}
+    changed = model | {"vocab": {hidden.get(piece, piece): number for piece, number in vocab.items()}}
+    if model.get("unk_token") in vocab:
+        changed["unk_token"] = hidden.get(model["unk_token"], model["unk_token"])
+    if "merges" in model and not hidden.keys().isdisjoint(vocab):
+        prefix = model.get("continuing_subword_prefix") or ""
+        pairs = [(left, right, left + right.removeprefix(prefix)) for left, right in map(_pair, model["merges"])]
+        changed["merges"] = [[left, right] for left, right, whole in pairs if hidden.keys().isdisjoint((left, right, whole))]
+    return changed
+
+
+def is_byte(text: str, spec: dict[str, Any]) -> bool:
+    """Whether `text` is the entry that a byte of any text becomes, such as a letter of byte-level BPE."""
+    model = spec.get("model") or {}
+    if text not in (model.get("vocab") or {}):
+        return False
+    if model.get("byte_fallback"):
+        return BYTE_PIECE.fullmatch(text) is not None
+    return text in BYTE_OF and any('"ByteLevel"' in json.dumps(spec.get(part)) for part in ("pre_tokenizer", "normalizer"))
 
 
 def piece_bytes(text: str) -> bytes:

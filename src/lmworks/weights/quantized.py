@@ -1,10 +1,10 @@
-"""Checkpoints whose weights are stored in FP8, MXFP4 or integers, with scales: read as the values that they stand for. Other quantizations
-are refused.
+"""Checkpoints whose weights are stored in FP8, MXFP4 or integers, with scales: read as the values that they stand for. Other
+quantizations are refused.
 
-MXFP4 is in `lmworks.weights.mxfp4`. `quant_method: fp8` has one scale for each block of 128 x 128 weights (DeepSeek-V3, Qwen3-FP8), in
-`NAME_scale_inv`. `compressed-tensors` has one for all weights, for each row, or for each group of columns, in `NAME_scale`: of FP8, of
-int8, or of integers of 4 or 8 bits that are packed into int32 along a row, the lowest bits first (`NAME_packed`, with `NAME_shape`). The
-integers may have zero points (`NAME_zero_point`, packed along the rows).
+MXFP4 is in `lmworks.weights.mxfp4`, AWQ and GPTQ in `lmworks.weights.int32`. `quant_method: fp8` has one scale for each block of 128 x 128
+weights (DeepSeek-V3, Qwen3-FP8), in `NAME_scale_inv`. `compressed-tensors` has one for all weights, for each row, or for each group of
+columns, in `NAME_scale`: of FP8, of int8, or of integers of 4 or 8 bits that are packed into int32 along a row, the lowest bits first
+(`NAME_packed`, with `NAME_shape`). The integers may have zero points (`NAME_zero_point`, packed along the rows).
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from lmworks.errors import UserError
+from lmworks.io.files import explain_damage, read_json
+from lmworks.weights.int32 import Int32, layout
 from lmworks.weights.mxfp4 import BLOCKS, Mxfp4
 
 _FP8 = ("F8_E4M3", "F8_E5M2")
@@ -25,7 +27,7 @@ _SCALES = ("_scale_inv", "_scale")
 _PACKED, _SHAPE, _ZERO = "_packed", "_shape", "_zero_point"
 _UNUSED = (".input_scale", ".input_zero_point", ".activation_scale")  # of activations, which are not quantized here
 _FORMS = {("8", "float"), ("8", "int"), ("4", "int")}
-_LAYOUTS = (None, "float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
+_LAYOUTS = (None, "float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "mixed-precision")
 _LOADED = {  # how transformers has the dequantized model, by method
     "bitsandbytes": "M.from_pretrained(a).dequantize()",
     "compressed-tensors": "M.from_pretrained(a, quantization_config=t.CompressedTensorsConfig(dequantize=True))",
@@ -45,10 +47,19 @@ def instead(method: object) -> str:
     )
 
 
+def stated(directory: Path, config: Mapping[str, Any]) -> Any:
+    """The quantization_config of a model. Early releases of AutoAWQ wrote it into a file of its own."""
+    given, apart = config.get("quantization_config"), directory / "quant_config.json"
+    if given or not apart.is_file():
+        return given
+    with explain_damage(apart):
+        return {"quant_method": "awq"} | read_json(apart)
+
+
 def dequantized(directory: Path, config: Mapping[str, Any], handles: dict[Path, Any]) -> dict[Path, Any]:
     """Open files of safetensors, of which those that are quantized are read as what they stand for. Raises `UserError` for other
     quantizations."""
-    given = config.get("quantization_config")
+    given = stated(directory, config)
     where = {name: handle for handle in handles.values() for name in handle.keys()}  # noqa: SIM118
     if not given:
         scaled = (name for name in where if any(name.removesuffix(end) in where for end in _SCALES if name.endswith(end)))
@@ -60,15 +71,18 @@ def dequantized(directory: Path, config: Mapping[str, Any], handles: dict[Path, 
         return handles
     if isinstance(given, dict) and given.get("quant_method") == "mxfp4" and any(name.endswith(BLOCKS) for name in where):
         return {file: Mxfp4(directory, handle, where) for file, handle in handles.items()}
-    bits, block = _form(directory, given)
-    return {file: _Dequantized(directory, handle, where, bits, block) for file, handle in handles.items()}
+    if isinstance(given, dict) and given.get("quant_method") in ("awq", "gptq"):
+        form = layout(directory, given)
+        return {file: Int32(directory, handle, where, form) for file, handle in handles.items()}
+    bits, blocks = _forms(directory, given)
+    return {file: _Dequantized(directory, handle, where, bits, blocks) for file, handle in handles.items()}
 
 
-def _form(directory: Path, given: Any) -> tuple[int, tuple[int, int] | None]:
-    """Bits of a weight, and rows and columns of the blocks that have a scale, where the config states them."""
+def _forms(directory: Path, given: Any) -> tuple[set[int], set[tuple[int, int]]]:
+    """Bits of weights, and rows and columns of blocks that have a scale, where the config states them: those of each group of layers."""
     method = given.get("quant_method") if isinstance(given, dict) else None
     if method == "fp8":
-        return 8, _pair(directory, given.get("weight_block_size"))
+        return {8}, _pair(directory, given.get("weight_block_size"))
     if method != "compressed-tensors":
         raise UserError(
             f"{directory} is quantized with {str(method)[:40]} (quantization_config), which lmworks does not read: {instead(method)}"
@@ -76,32 +90,34 @@ def _form(directory: Path, given: Any) -> tuple[int, tuple[int, int] | None]:
     groups = given.get("config_groups")
     kinds = [one.get("weights") or {} for one in groups.values()] if isinstance(groups, dict) else []
     stated = {(str(one.get("num_bits")), str(one.get("type"))) for one in kinds if isinstance(one, dict)}
-    blocks = {_pair(directory, one.get("block_structure")) for one in kinds if isinstance(one, dict)}
+    blocks = set[tuple[int, int]]().union(*(_pair(directory, one.get("block_structure")) for one in kinds if isinstance(one, dict)))
     others = [f"{key} {str(value)[:40]}" for key, value in given.items() if key in ("kv_cache_scheme", "transform_config") and value]
     others += [f"actorder {one['actorder']}" for one in kinds if isinstance(one, dict) and one.get("actorder") == "group"][:1]
-    others += [f"format {str(given.get('format'))[:40]}"] if given.get("format") not in _LAYOUTS else []
-    if not others and len(stated) == len(blocks) == 1 and stated <= _FORMS:
-        return int(next(iter(stated))[0]), blocks.pop()
+    layouts = [given.get("format"), *(one.get("format") for one in (groups.values() if kinds else ()))]
+    others += [f"format {str(one)[:40]}" for one in layouts if one not in _LAYOUTS][:1]
+    if not others and stated and stated <= _FORMS:
+        return {int(bits) for bits, _ in stated}, blocks
     said = ", ".join([*(sorted(f"{bits} bits of {kind}" for bits, kind in stated) or ["no groups"]), *others])
     raise UserError(
-        f"{directory} is quantized with compressed-tensors ({said}); lmworks reads FP8, and integers of 4 or 8 bits, all weights in "
-        f"one form: {instead(method)}"
+        f"{directory} is quantized with compressed-tensors ({said}); lmworks reads FP8, and integers of 4 or 8 "
+        f"bits: {instead(method)}"
     )
 
 
-def _pair(directory: Path, given: Any) -> tuple[int, int] | None:
+def _pair(directory: Path, given: Any) -> set[tuple[int, int]]:
+    """Rows and columns of a block, if the config states them."""
     if given is None:
-        return None
+        return set()
     if not isinstance(given, list) or len(given) != 2 or not all(type(one) is int and one > 0 for one in given):
         raise UserError(f"{directory}: quantization_config has blocks of {str(given)[:40]}, which are not two numbers")
-    return given[0], given[1]
+    return {(given[0], given[1])}
 
 
 class _Dequantized:
     """An open file. `where` has the file of each tensor, since a scale may lie in another one than its weights."""
 
-    def __init__(self, directory: Path, handle: Any, where: Mapping[str, Any], bits: int, block: tuple[int, int] | None) -> None:
-        self._directory, self._handle, self._where, self._bits, self._block = directory, handle, where, bits, block
+    def __init__(self, directory: Path, handle: Any, where: Mapping[str, Any], bits: set[int], blocks: set[tuple[int, int]]) -> None:
+        self._directory, self._handle, self._where, self._bits, self._stated_blocks = directory, handle, where, bits, blocks
 
     def keys(self) -> list[str]:
         names = [name for name in self._handle.keys() if not name.endswith(_UNUSED) and not self._is_part(name)]  # noqa: SIM118
@@ -122,8 +138,7 @@ class _Dequantized:
                     f"{self._directory} has no scale of tensor {stored} ({name}{_SCALES[1]} or {_SCALES[0]}); download the files again"
                 )
             return plain
-        bits = self._bits if stored != name else None
-        shape = tuple(plain.get_shape()) if bits is None else self._shape_of(name, plain, bits)
+        bits, shape = self._packed(name, plain) if stored != name else (None, tuple(plain.get_shape()))
         if bits is None and plain.get_dtype() not in (*_FP8, "I8"):
             raise UserError(f"tensor {name} has a scale and holds {plain.get_dtype()}, not FP8 or int8; lmworks does not read it")
         scale = self._tensor(name, end).float()
@@ -141,20 +156,24 @@ class _Dequantized:
         found: Tensor = self._where[name + end].get_tensor(name + end)
         return found
 
-    def _shape_of(self, name: str, plain: Any, bits: int) -> tuple[int, ...]:
-        """Rows and columns of a packed matrix."""
+    def _packed(self, name: str, plain: Any) -> tuple[int, tuple[int, ...]]:
+        """Bits of a number in a packed matrix, and its rows and columns. Each group of layers may have other bits."""
         shape, packed = tuple(self._tensor(name, _SHAPE).tolist()), tuple(plain.get_shape())
-        if len(shape) != 2 or packed != (shape[0], -(-shape[1] * bits // 32)) or plain.get_dtype() != "I32":
-            raise UserError(
-                f"{self._directory}: tensor {name}{_PACKED} has shape {packed}, which does not hold {shape} integers of {bits} bits"
-            )
-        return shape
+        if len(shape) == 2 and plain.get_dtype() == "I32":
+            for bits in sorted(self._bits):
+                if packed == (shape[0], -(-shape[1] * bits // 32)):
+                    return bits, shape
+        stated = " or ".join(map(str, sorted(self._bits)))
+        raise UserError(
+            f"{self._directory}: tensor {name}{_PACKED} has shape {packed}, which does not hold {shape} integers of {stated} bits"
+        )
 
     def _blocks(self, of: str, scale: Tensor, name: str, shape: tuple[int, ...]) -> tuple[int, int]:
         """Rows and columns of the weights that share a scale."""
         rows, columns = shape[0], shape[1] if len(shape) > 1 else 1
-        if self._block and len(shape) == 2 and tuple(scale.shape) == (-(-rows // self._block[0]), -(-columns // self._block[1])):
-            return self._block
+        for block in self._stated_blocks:
+            if len(shape) == 2 and tuple(scale.shape) == (-(-rows // block[0]), -(-columns // block[1])):
+                return block
         if scale.numel() == 1:
             return rows, columns
         if scale.numel() == rows:

@@ -72,4 +72,9 @@ MUTANTS = [
      "It is said where the mark of spaces in text gives other ids.", "export/test_gguf_tokenizer.py"),
     ("export.gguf_tokenizer:_sentence_piece", ", also behind a special or added token,", "",
      "A note tells of spaces behind added tokens.", "export/test_gguf_tokenizer.py"),
+    ("export.peft:_require_targets", "names <= found", "names & found", "The targets of an adapter are those of whole adapters.",
+     "cli/test_adapter_folders.py"),
+    ("export.peft:_ends", "in reversed(range(len(parts)))", "in range(len(parts))",
+     "The targets of an adapter are named as short as they are.",
+     "cli/test_adapter_folders.py::test_the_targets_that_are_named_are_those_of_the_adapter"),
 ]  # fmt: skip

@@ -56,4 +56,10 @@ MUTANTS = [
      "A result in which nothing is quantized fails.", "quantize/test_gguf_files.py"),
     ("quantize.certificate:_falls_back", '("quantized", "kept")', '("quantized",)', "A kept matrix counts among the larger types.",
      "quantize/test_gguf_files.py"),
+    ("quantize.source:open_source", " and not stated_quantization(path, described)", "",
+     "The values of a model that is published quantized are written out for what converts them.",
+     "quantize/test_quantize_command.py::test_of_a_model_that_is_published_quantized_only_the_values_are_the_original"),
+    ("quantize.source:_check_quantizable", "if (path / CERTIFICATE).is_file():", "if False:",
+     "What was quantized here is not quantized again.",
+     "quantize/test_quantize_command.py::test_bad_input_is_one_line"),
 ]  # fmt: skip

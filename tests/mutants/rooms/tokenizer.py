@@ -123,4 +123,10 @@ MUTANTS = [
      "tokenizer/test_tokenizer_turns.py::test_calls_have_the_form_that_the_template_takes"),
     ("tokenizer.messages:normal", "next(filter(None, given), given[0])", "given[0]", "An empty field of thoughts hides no other one.",
      "tokenizer/test_tokenizer_turns.py::test_the_fuller_of_two_fields_of_thoughts_counts"),
+    ("tokenizer.foreign:ForeignTokenizer.__init__", 'tokenizer_json.without_pieces(spec["model"], tokens)', 'spec["model"]',
+     "Text becomes no special token that is a piece of the vocabulary.",
+     "tokenizer/test_tokenizer_special_text.py::test_text_never_becomes_a_special_token"),
+    ("tokenizer.tokenizer_json:is_byte", "return text in BYTE_OF and", "return False and",
+     "A control token that is a byte of every text is text.",
+     "tokenizer/test_tokenizer_special_text.py::test_a_control_token_that_every_text_needs_is_text"),
 ]  # fmt: skip

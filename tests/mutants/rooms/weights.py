@@ -82,4 +82,13 @@ MUTANTS = [
     ("weights.reference:load_model", 'optional=("average",), ', "",
      "Of a checkpoint that is older than the averages the weights are read.",
      "run/test_changed_state.py::test_averages_that_are_switched_on_begin_with_the_weights"),
+    ("weights.int32:_Slice._columns", "torch.tensor(_AWQ_ORDER) if self.form.awq else ", "",
+     "AWQ has an order of its own of the numbers in a word.", "weights/test_int32_weights.py"),
+    ("weights.int32:_Slice.__getitem__", " + form.offset & ", " & ", "GPTQ stores zero points minus one.", "weights/test_int32_weights.py"),
+    ("weights.int32:_Slice.__getitem__", 'if ".g_idx" in self.parts else', 'if False else', "Inputs may be in any group (desc_act).",
+     "weights/test_int32_weights.py"),
+    ("weights.quantized:stated", "if given or not apart.is_file():", "if True:", "An early folder of AutoAWQ is read.",
+     "weights/test_int32_weights.py::test_an_early_folder_of_autoawq_says_its_form_in_a_file_of_its_own"),
+    ("weights.quantized:_Dequantized._packed", "for bits in sorted(self._bits):", "for bits in sorted(self._bits)[:1]:",
+     "Groups of layers may have different bits.", "weights/test_quantized_weights.py::test_groups_of_layers_may_have_different_forms"),
 ]  # fmt: skip
