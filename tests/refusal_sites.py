@@ -78,7 +78,7 @@ PLACES = (
     (FIRST, "the weights to start from, by their headers", """
         weights.gguf gguf_of gguf_package
         weights.gguf _read GgufWeights._found GgufWeights._info GgufWeights._check_rope
-        weights.quantized _pair _forms(2) dequantized
+        weights.quantized _pair _unknown _forms dequantized
         weights.int32 layout
         weights.reference find(4)
         weights.huggingface files_of(3) _open _refuse_duplicates refuse_unequal_copies(2)

@@ -71,7 +71,7 @@ def test_arms_are_measured_in_turns_on_the_batches_of_their_steps(tiny: Tiny, tm
         speed = SPEED * (1, 9, 3)[(len(seen) - 1) // 2]
         return Speed({batch.tokens.shape[1]: speed for batch in batches}, speed, speed)
 
-    monkeypatch.setattr("lmworks.train.calibrate.measure", measure)
+    monkeypatch.setattr("lmworks.ablate.cost.measure_apart", measure)
     arms = list(experiment.arms.values())
     cost.calibrate(experiment, arms, 1)
     assert [width for width, _ in seen] == 3 * [int(arm.recipe.model.intermediate_size or 0) for arm in arms]

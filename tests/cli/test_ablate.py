@@ -19,6 +19,7 @@ import torch
 import yaml
 from command import Lmworks
 
+import killed_measurement
 from child_process import child_process
 from lmworks.ablate.resolve import resolve
 from lmworks.ablate.run_set import save_arms
@@ -110,6 +111,19 @@ def test_two_runs_are_trained_and_an_end_between_them_repeats_nothing(
     assert f"noise: the runs of {out} have 3,072 training tokens, and these have 4,096; make a noise floor" in error
 
 
+def test_an_arm_that_the_kernel_kills_is_a_failed_arm(
+    lmworks: Lmworks, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lmworks.train.calibrate.measure", killed_measurement.measure)
+    arms = {"small": [], "wide": ["model.intermediate_size=512"]}
+    file = write(tiny, tmp_path, recipe=str(tiny.run_dir), seeds=1, set=None, budget="4096 tokens", equal="time", arms=arms)
+    done = lmworks("ablate", file)
+    why = "1 of 2 runs failed, first wide, seed 1: memory ran out while its speed was measured (its process was killed); lower"
+    assert done.code == 2 and why in done.error, done.err
+    assert "small, seed 1: done" in done.err and "Values" in done.out
+    assert "tokens_per_second" in json.loads((tmp_path / "out" / "speed.json").read_text())["small"]
+
+
 def test_an_arm_that_does_not_fit_in_equal_time_costs_the_others_nothing(
     lmworks: Lmworks, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,7 +135,7 @@ def test_an_arm_that_does_not_fit_in_equal_time_costs_the_others_nothing(
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
         return Speed({batch.tokens.shape[1]: 1e9 * (1 + fits) for batch in batches}, 1e9, 1e9)
 
-    monkeypatch.setattr("lmworks.train.calibrate.measure", measure)
+    monkeypatch.setattr("lmworks.ablate.cost.measure_apart", measure)
     arms = {"small": [], "wide": ["model.intermediate_size=512"]}
     file, out = write(tiny, tmp_path, recipe=str(tiny.run_dir), seeds=1, set=None, budget="4096 tokens", equal="time", arms=arms), "out"
     done = lmworks("ablate", file)
@@ -145,7 +159,7 @@ def test_a_baseline_without_a_speed_is_named(lmworks: Lmworks, tiny: Tiny, tmp_p
     def measure(*given: object) -> Speed:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr("lmworks.train.calibrate.measure", measure)
+    monkeypatch.setattr("lmworks.ablate.cost.measure_apart", measure)
     done = lmworks("ablate", write(tiny, tmp_path, recipe=str(tiny.run_dir), seeds=1, set=None, equal="time"))
     assert done.code == 2 and "arm muon, whose time all arms get, has no speed: memory ran out" in done.error, done.err
 

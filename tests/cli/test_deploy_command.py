@@ -19,6 +19,7 @@ import yaml
 from command import Lmworks
 
 from deployable import GLM, export, serving
+from lmworks.deploy.source import open_source
 from lmworks.weights.verified import file_records
 from patience import PATIENCE
 from ports import free_port
@@ -355,6 +356,26 @@ def test_a_quantized_model_needs_a_certificate(lmworks: Lmworks, exported: Path,
     assert deploy().code == 0, "a form in which models are published is the original"
     (model / "certificate.json").write_text(json.dumps({"verdict": "failed", "failures": ["the mean KL divergence is 2"]}))
     assert "has failed its certificate: the mean KL divergence is 2" in deploy().error
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "found"),
+    [
+        ("quant_config.json", {"zero_point": True, "q_group_size": 128, "w_bit": 4, "version": "GEMM"}, ("awq", 4)),
+        ("quantize_config.json", {"bits": 8, "group_size": 128, "desc_act": False}, ("gptq", 8)),
+    ],
+)
+def test_an_early_folder_of_autoawq_or_autogptq_is_quantized(
+    lmworks: Lmworks, exported: Path, answers: Path, tmp_path: Path, name: str, given: dict[str, Any], found: tuple[str, int]
+) -> None:
+    """Its form is in a file of its own, which engines read too, and not in config.json."""
+    model = tmp_path / "model"
+    shutil.copytree(exported, model)
+    (model / name).write_text(json.dumps(given))
+    error = lmworks("deploy", model, "--gpus", "h100", "--expect", answers, "--out", tmp_path / "d").error
+    assert "is quantized and has no certificate.json" in error
+    source = open_source(model)
+    assert (source.quantization, source.bits) == found
 
 
 def test_answers_of_a_quantized_gguf_file_are_judged_by_its_bits(lmworks: Lmworks, exported: Path, answers: Path, tmp_path: Path) -> None:

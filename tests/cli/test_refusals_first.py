@@ -484,6 +484,7 @@ ELSEWHERE = {
     "weights.gguf GgufWeights._info": WEIGHTS,
     "weights.gguf GgufWeights._check_rope": WEIGHTS,
     "weights.quantized _pair": WEIGHTS,
+    "weights.quantized _unknown": WEIGHTS,
     "weights.quantized _forms": WEIGHTS,
     "weights.quantized dequantized": WEIGHTS,
     "weights.reference find": WEIGHTS,

@@ -49,6 +49,13 @@ def save_seconds(seconds: float, every: int) -> Any:
     return change
 
 
+def clock_set(metrics: Metrics) -> None:
+    """By an hour in the middle, while saves take a sixth of the time."""
+    save_seconds(17.0, 10)(metrics)
+    metrics["time"] = [1e9 + 10.0 * step + 3600.0 * (step > 100) for step in range(1, 201)]
+    metrics["perf/elapsed_seconds"] = [10.0 * step for step in range(1, 201)]
+
+
 def repeated(share: float) -> Any:
     def change(metrics: Metrics) -> None:
         metrics["train/repeated_rows"] = [share] * len(metrics["train/loss"])
@@ -84,6 +91,7 @@ NAMED: dict[str, tuple[Any, list[dict[str, Any]], list[str], list[str]]] = {
     "the rate jumps at a resume": (rate_times(0.25), [RESUME], [], ["schedule-changed"]),
     "the rate is another one from the first step": (rate_times(0.5, 0), [], [], ["schedule-changed"]),
     "saves take a sixth of the time": (save_seconds(17.0, 10), [], [], ["slow-saves"]),
+    "saves take a sixth of the time, and the clock is set": (clock_set, [], [], ["slow-saves"]),
     "a save finds the disk full": (unchanged, [FULL], [], ["disk-full"]),
     "a rank was still saving": (unchanged, [RESTART | {"reason": SAVING}], [], ["save-timeout", "hung-rank"]),
     "the second computation differs": (unchanged, [CORRUPT], RECHECK, ["silent-corruption"]),

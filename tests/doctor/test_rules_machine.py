@@ -61,20 +61,36 @@ def test_a_crowded_machine_is_named_a_shared_one_noted_and_a_slow_loader_neither
     assert verdict(judge(tmp_path, "machine-oversubscribed", **run(idle))) == "silent"
 
 
+def granted(found: Finding | str | None) -> float:
+    """The processor time per second that a finding of machine-oversubscribed has measured."""
+    assert isinstance(found, Finding)
+    return found.evidence[0].value
+
+
+SHARED = {"perf/cpu_seconds": [6.0] * STEPS, "system/cpu_pressure": [0.7] * STEPS}
+AN_HOUR_AT_100 = [1.0e9 + 10.0 * step + 3600.0 * (step > 100) for step in EVERY]
+
+
 def test_a_stop_between_two_lines_is_no_lack_of_processor_time(tmp_path: Path) -> None:
-    given = run(events=[{"event": "resume", "step": 100, "steps": STEPS}])
-    from written_run import write_run
+    """The line of the step after that of the resume is the first of the new process."""
+    stopped = run(SHARED | {"time": AN_HOUR_AT_100}, events=[{"event": "resume", "step": 100, "steps": STEPS}])
+    found = judge(tmp_path, "machine-oversubscribed", **stopped)
+    assert verdict(found) == "note" and granted(found) == pytest.approx(0.6, abs=0.01)
 
-    folder = write_run(tmp_path / "stopped", **given)
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    later = [line if number < 100 else line.replace('"time":1000001', '"time":1000901') for number, line in enumerate(lines)]
-    assert later != lines
-    (folder / "metrics.jsonl").write_text("\n".join(later) + "\n")
-    from lmworks.watch.diagnosis import all_rules
-    from lmworks.watch.evidence import Evidence
-    from lmworks.watch.run_files import open_run
 
-    assert all_rules()["machine-oversubscribed"].judge(Evidence(open_run(folder))) is None
+@pytest.mark.parametrize("hour", [3600.0, -3600.0])
+def test_a_clock_that_is_set_is_no_lack_of_processor_time(hour: float, tmp_path: Path) -> None:
+    times = [1.0e9 + 10.0 * step + hour * (step > 100) for step in EVERY]
+    found = judge(tmp_path, "machine-oversubscribed", **run(SHARED | {"time": times, "perf/elapsed_seconds": [10.0 * n for n in EVERY]}))
+    assert verdict(found) == "note" and granted(found) == pytest.approx(0.6, abs=0.01)
+
+
+def test_processes_of_earlier_versions_are_timed_by_the_clock(tmp_path: Path) -> None:
+    """Also where a newer version has resumed the run, and writes the seconds of its own process."""
+    elapsed = {step: 10.0 * (step - 90) for step in EVERY if step > 100}
+    newer = run(SHARED | {"perf/elapsed_seconds": elapsed}, events=[{"event": "resume", "step": 100, "steps": STEPS}])
+    for given in (run(SHARED), newer):
+        assert granted(judge(tmp_path, "machine-oversubscribed", **given)) == pytest.approx(0.6, abs=0.01)
 
 
 def pauses(every: Sequence[int], seconds: float = 30.0) -> dict[str, Any]:
@@ -192,6 +208,12 @@ RANKS = ("dead-rank", "hung-rank", "out-of-memory-killed", "hung-collective")
 FAILURES: dict[str, tuple[list[dict[str, Any]], str]] = {
     "killed": ([KILLED, ended(0, 12), restart(SILENT_END)], "dead-rank"),
     "killed, and the run has ended": ([KILLED, ended(0, 12)], "dead-rank"),
+    "killed, after the clock was set back": (
+        [one | {"time": 0.9e9} for one in (KILLED, ended(0, 12), restart(SILENT_END))], "dead-rank"
+    ),
+    "killed before the end, which a clock that was set back has dated before": (
+        [KILLED, ended(0, 12), restart(SILENT_END), {"event": "finish", "step": STEPS, "time": 1.0e9 + 5}], "dead-rank"
+    ),
     "an exception": ([ended(1, 10), ended(0, 12), restart("rank 1 on a (process 7) failed at step 40: KeyError: 'x'")], "dead-rank"),
     "out of memory": ([ended(1, 10, "SIGKILL", -9, True), ended(0, 12), restart(SILENT_END)], "out-of-memory-killed"),
     "killed, and its neighbour did not end when it was asked to": (

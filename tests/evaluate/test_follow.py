@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 import shutil
 import threading
 from collections.abc import Callable
@@ -84,6 +86,15 @@ def test_each_checkpoint_once_and_only_its_own_file(run: Path) -> None:
     assert seen(run) == ALL
     after = {path: sha256_file(path) for path in run.rglob("*") if path.is_file() and path.name != FILE}
     assert after == before
+
+
+def test_a_clock_that_is_set_changes_no_duration(run: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """Neither the seconds of an evaluation nor what is said of the rest: the clock goes on by a day whenever it is read."""
+    times = itertools.count(2_000_000_000, 86_400)
+    monkeypatch.setattr(module.time, "time", lambda: float(next(times)))
+    assert follow(run, one_weight, "cpu", wait=0.01, poll=0.005) == 3
+    assert all(0 <= one["seconds"] < 600 for one in jsonl.read(run / FILE))
+    assert re.search(r"ETA of pretrain \d+:\d\d\)", " ".join(capfd.readouterr().err.split())), "minutes and no hours"
 
 
 def test_new_checkpoints_are_waited_for_until_the_run_is_done(run: Path, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,11 +83,11 @@ def test_an_adapter_that_peft_made_for_a_fused_base_is_read(base: Path, tmp_path
         *(({name: value}, False) for name, value in (
             ("alora_invocation_tokens", [290]), ("use_dora", True), ("lora_bias", True), ("bias", "all"), ("modules_to_save", ["lm_head"]),
             ("layer_replication", [[0, 2], [1, 2]]), ("trainable_token_indices", [5]), ("use_qalora", True), ("kasa_config", {"beta": 1}),
-            ("fan_in_fan_out", True), ("target_parameters", ["experts"]), ("a_key_of_tomorrow", 1),
+            ("fan_in_fan_out", True), ("a_key_of_tomorrow", 1),
         )),
         *(({name: value}, True) for name, value in (
             ("a_key_of_tomorrow", None), ("a_key_of_tomorrow", False), ("peft_version", "0.30"), ("lora_dropout", 0.1),
-            ("exclude_modules", ["x"]),
+            ("exclude_modules", ["x"]), ("target_parameters", ["q_proj.weight"]),
         )),
     ],
     ids=str,
@@ -114,7 +114,7 @@ def test_only_options_that_add_b_a_to_the_base_are_read(tmp_path: Path, change: 
 def test_it_is_known_which_adapters_peft_does_not_load(tmp_path: Path, name: str, targets: tuple[str, ...]) -> None:
     lora, config = Lora(rank=2, alpha=4.0, targets=targets), CASES[name]
     _, state = adapted(lora, config)
-    folder, why = written(state, lora, tmp_path, config), why_not_loaded(state, config, family_of(config))
+    folder, why = written(state, lora, tmp_path, config), why_not_loaded(state, config, family_of(config), lora)
     write_model(ours(config), tmp_path / "base", {}, torch.float32)
     assert (why is not None) == (name != "granitemoehybrid" and targets == ("all-linear",))
     if why is None:

@@ -6,6 +6,8 @@ Tolerance of logits: as in test_huggingface.py.
 from __future__ import annotations
 
 import json
+import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,11 @@ from late import Late, require_package
 from lmworks.checkpoint import Checkpoints, listing
 from lmworks.errors import UserError
 from lmworks.export.huggingface import write_model
-from lmworks.export.peft import read_peft, unequal_adapters, write_peft
+from lmworks.export.peft import _EXPERTS, read_peft, unequal_adapters, why_not_loaded, write_peft
 from lmworks.model import Transformer
 from lmworks.model.lora import attach
 from lmworks.recipe.families.family import Family
-from lmworks.recipe.families.registry import family_of
+from lmworks.recipe.families.registry import FAMILIES, family_of
 from lmworks.recipe.schema.artifacts import Checkpoints as Options
 from lmworks.recipe.schema.model import Lora, Model, is_adapter
 
@@ -62,7 +64,9 @@ def equal_in_peft(lora: Lora, config: Model, folder: Path) -> tuple[dict[str, to
     model, state = adapted(lora, config)
     there = written(state, lora, folder, config)
     write_model(ours(config), folder / "base", {}, torch.float32)
-    peer = peft.PeftModel.from_pretrained(_load(folder / "base"), there)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Found missing adapter keys")  # modules that have no adapter here
+        peer = peft.PeftModel.from_pretrained(_load(folder / "base"), there)
     with torch.no_grad():
         assert close(peer(TOKENS).logits, model(TOKENS), model, TOKENS, peer)
     return state, there
@@ -82,6 +86,48 @@ def test_peft_computes_with_our_adapters_and_they_are_read_back(name: str, targe
     again = {name: torch.zeros_like(value) for name, value in state.items()}
     read_peft(folder, again, config, family_of(config), lora, "abc")
     assert all(torch.equal(again[name], value) for name, value in state.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [*((name, ("mlp", "experts")) for name in ("qwen3_moe_dense_window", "mellum", "qwen3_next_dense")),
+     *((name, ("experts",)) for name in ("mixtral", "olmoe", "minimax", "minimax_m2")),
+     *((name, ("mlp",)) for name in ("glm4_moe", "qwen2_moe_dense", "qwen3_5_moe_text", "lfm2_moe")),
+     ("deepseek_v3_moe", ("all-linear",)), ("glm4_moe", ("all-linear", "experts")),
+     ("glm4_moe", ("0.ffn.gate", "shared.up", "experts.down"))],
+)  # fmt: skip
+def test_peft_computes_with_adapters_beside_experts_and_of_them(name: str, targets: tuple[str, ...], tmp_path: Path) -> None:
+    """Matrices of dense layers and shared experts have the names of those of routed experts, which PEFT takes for the stacks."""
+    lora, config = Lora(rank=3, alpha=6.0, dropout=0.1, targets=targets), CASES[name]
+    state, folder = equal_in_peft(lora, config, tmp_path)
+    assert why_not_loaded(state, config, family_of(config), lora) is None
+    again = {name: torch.zeros_like(value) for name, value in state.items()}
+    read_peft(folder, again, config, family_of(config), lora, "abc")
+    assert all(torch.equal(again[name], value) for name, value in state.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "targets", "rslora", "said"),
+    [*((name, ("experts",), False, "other targets") for name in (
+        "gpt_oss", "granitemoehybrid_experts", "lfm2_moe", "nemotron_h_experts", "qwen2_moe", "qwen3_5_moe_text")),
+     ("mixtral", ("experts",), True, "set it to false"), ("mixtral", ("experts.gate", "experts.down"), False, "name both")],
+)  # fmt: skip
+def test_it_is_known_which_adapters_of_experts_peft_does_not_load(
+    name: str, targets: tuple[str, ...], rslora: bool, said: str, tmp_path: Path
+) -> None:  # fmt: skip
+    lora, config = Lora(rank=3, alpha=6.0, rslora=rslora, targets=targets), CASES[name]
+    state = adapted(lora, config)[1]
+    why = why_not_loaded(state, config, family_of(config), lora)
+    assert why and re.match(rf"PEFT does not load adapters of .*layers\.\d\.ffn\.experts\.\w+; .*{said}, or use the merged model", why)
+    with pytest.raises((AssertionError, ValueError, UserWarning)):
+        equal_in_peft(lora, config, tmp_path)
+
+
+def test_the_classes_of_whose_experts_peft_loads_adapters() -> None:
+    from peft.utils.transformers_weight_conversion import _MODEL_TO_CONVERSION_PATTERN as patterns
+
+    routed = {family.model_type for family in FAMILIES.values() if any("{e}" in theirs for _, theirs in family.names)}
+    assert {name for name in routed if patterns.get(name) in ("qwen2_moe", "mixtral")} == set(_EXPERTS)
 
 
 def test_an_adapter_that_peft_made_has_one_a_for_all_parts(tmp_path: Path) -> None:

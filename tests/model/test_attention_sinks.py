@@ -5,6 +5,7 @@ Tolerance: 1e-5 of the largest value; fp32 sums in another order cost 1e-6 here.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from lmworks.plan.memory import layer_activations
 from lmworks.recipe.parameters import parameters
 from lmworks.recipe.schema.layout import Layout
 from lmworks.recipe.schema.model import Balance, Model, Moe
+from saved_bytes import saved_bytes
 
 B, H, K, C = 2, 6, 2, 8
 _MOE = Moe(
@@ -121,17 +123,8 @@ def test_a_plan_knows_what_a_layer_saves(change: dict[str, Any]) -> None:
     sizes, length = [], 256
     for layers in (2, 4):
         one = model(CONFIG.model_copy(update={"num_hidden_layers": layers, "sliding_window": None, "layer_types": ()} | change))
-        weights, held = {parameter.untyped_storage().data_ptr() for parameter in one.parameters()}, {}
-
-        def pack(tensor: torch.Tensor, weights: set[int] = weights, held: dict[int, torch.Tensor] = held) -> torch.Tensor:
-            if (place := tensor.untyped_storage().data_ptr()) not in weights:
-                held[place] = tensor
-            return tensor
-
-        tokens = torch.randint(64, (2, length))
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            one.loss(tokens, tokens.roll(-1, 1), torch.tensor([0, length, 2 * length]))
-        sizes.append(sum(tensor.untyped_storage().nbytes() for tensor in held.values()))
+        tokens, cu_seqlens = torch.randint(64, (2, length)), torch.tensor([0, length, 2 * length])
+        sizes.append(saved_bytes(partial(one.loss, tokens, tokens.roll(-1, 1), cu_seqlens), without=one))
     config = CONFIG.model_copy(update=change)
     planned = layer_activations(config, 1, Layout(), 4, length, eager=True)["none"]
     assert (sizes[1] - sizes[0]) / 2 / (2 * length) == pytest.approx(planned, rel=0.02)

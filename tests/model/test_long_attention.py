@@ -7,7 +7,6 @@ costs more than 1e-2.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -23,6 +22,7 @@ from lmworks.model.attention import attend_fast, attend_plain
 from lmworks.model.cache import Cache
 from lmworks.model.chunked import block_mask
 from lmworks.model.documents import Visible, from_cu_seqlens, visible
+from saved_bytes import saved_bytes
 
 CU_SEQLENS = torch.tensor([0, 5, 17, 24, 33, 48], dtype=torch.int32)
 
@@ -137,20 +137,6 @@ def test_a_model_with_long_rows_equals_its_twin(name: str, backend: str | None, 
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
     for key in slow:
         assert relative(fast[key], slow[key]) < 2e-5, key
-
-
-def saved_bytes(run: Any) -> int:
-    """Bytes that the forward keeps for the backward, each storage once."""
-    sizes: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        kept = run()
-    del kept
-    return sum(sizes.values())
 
 
 def test_what_is_kept_grows_with_the_length_and_not_with_its_square() -> None:

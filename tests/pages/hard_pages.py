@@ -117,10 +117,12 @@ def hard_run(run: Path) -> Path:
     return run
 
 
-def small_run(run: Path, steps: int, loss: float | None = 3.0) -> Path:
-    """A run of very few steps, all of them with this loss."""
+def small_run(run: Path, steps: int, *losses: float | None) -> Path:
+    """A run of very few steps, with these losses in turn, None for one that is not finite; 3 without any."""
+    losses = losses or (3.0,)
     write_run(run)
-    lines(run / "metrics.jsonl", [{"step": n, "time": 1.8e9 + n, "train/loss": loss, "train/tokens": 64 * n} for n in range(1, steps + 1)])
+    records = [{"step": n, "time": 1.8e9 + n, "train/loss": losses[n % len(losses)], "train/tokens": 64 * n} for n in range(1, steps + 1)]
+    lines(run / "metrics.jsonl", records)
     lines(run / "ledger.jsonl", [{"time": 1.8e9, "event": "start", "stage": "pretrain", "steps": 100, "tokens": 6400}])
     for name in ("evaluate", "export", "checkpoints"):
         shutil.rmtree(run / name)
@@ -287,6 +289,7 @@ def write_pages(folder: Path, analysis: dict[str, Any]) -> dict[str, Path]:
         ("one-step", small_run(folder / "one", 1)),
         ("no-steps", small_run(folder / "none", 0)),
         ("nan", small_run(folder / "nan", 50, None)),
+        ("gaps", small_run(folder / "gaps", 400, 3.0, None)),
     ):
         found[name] = write_page(run)
     texts = {

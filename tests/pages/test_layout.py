@@ -46,7 +46,7 @@ def open_at(browser: Browser) -> Iterator[Any]:
     assert not wrong
 
 
-NAMES = ("hard", "usual", "runs", "empty", "one-step", "no-steps", "nan", "ablation", "quantization", "comparison", "corpus")
+NAMES = ("hard", "usual", "runs", "empty", "one-step", "no-steps", "nan", "gaps", "ablation", "quantization", "comparison", "corpus")
 
 
 @pytest.mark.slow  # 50 s for all
@@ -67,7 +67,7 @@ def test_nothing_is_cut_and_nothing_collides(pages: dict[str, Path], open_at: An
 
 
 def test_the_pages_with_charts_fit_a_phone(pages: dict[str, Path], open_at: Any) -> None:
-    for name in ("hard", "ablation"):
+    for name in ("hard", "nan", "gaps", "ablation"):
         assert faults(open_at(pages[name], NARROW)) == [], name
 
 

@@ -37,17 +37,23 @@ class Page(HTMLParser):
         self.open: list[str] = []
         self.elements: list[tuple[str, dict[str, str | None]]] = []
         self.texts: list[str] = []
+        self.figures: dict[str, str] = {}  # id -> text
         self.feed(text)
         assert not self.open
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.elements.append((tag, dict(attrs)))
+        if tag == "figure":
+            self.begun = len(self.texts)
         if tag not in self.VOID:
             self.open.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
         if tag not in self.VOID:
             assert self.open.pop() == tag
+        if tag == "figure":
+            begun = "".join(self.texts[self.begun :])
+            self.figures[str(self.of("figure")[-1]["id"])] = re.sub(r"\s+", " ", begun)
 
     def handle_data(self, data: str) -> None:
         self.texts.append(data)
@@ -156,6 +162,19 @@ def test_cost(run_dir: Path, device: str) -> None:
     tree = read_json(run_dir / "resolved.json")
     write_json(run_dir / "resolved.json", tree | {"metrics": tree["metrics"] | {"dollars_per_device_hour": 0.5, "watts_per_device": 10}})
     assert "$4.00" in (text := page_of(run_dir).text) and "80 Wh at 10 W per device" in text
+
+
+def test_a_chart_without_a_finite_value_is_a_sentence(run_dir: Path) -> None:
+    """Wherever it stands, with one line or more, or as a heat map; beside a line with a finite value, others keep their place."""
+    dead = ("train/loss", "validation/bits_per_byte", "experts/load_cv", "experts/load_cv/1", "experts/load_cv/2", "experts/load_max")
+    path = run_dir / "metrics.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps({**one, **{name: None for name in dead if name in one}}) + "\n" for one in records))
+    figures = page_of(run_dir).figures
+    told = {name for name, text in figures.items() if "Nothing to draw: no value has been finite." in text}
+    assert told == {"pretrain-loss", "pretrain-bpb-overall", "pretrain-cv", "pretrain-cv-heat"}
+    assert set(data_of(run_dir)["charts"]) == {name for name, text in figures.items() if "Numbers" in text} == set(figures) - told
+    assert "busiest not finite" in figures["pretrain-ratio"]
 
 
 def test_troubles_are_marked_and_told(run_dir: Path) -> None:

@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from lmworks.model import Transformer
-from parallel.parity import ROWS, STEPS, Trained, alone, compare, train
+from lmworks.parallel.mesh import Ranks
+from lmworks.recipe.schema.layout import Layout
+from parallel.parity import ROWS, STEPS, Trained, alone, batch_of, compare, model_of, train
 from rank_pool import RankPool
 
 _LAYOUTS: list[Any] = [
@@ -38,17 +40,34 @@ def test_layouts_do_not_matter(ranks: RankPool, layout: dict[str, Any], kind: st
 
 
 def test_one_micro_batch_of_each_rank_is_counted_in_its_own_forward_pass(ranks: RankPool) -> None:
-    (both, calls), (other, more) = ranks.run(_counted, 2, ROWS // 2)
+    (both, calls, sums), (other, more, _) = ranks.run(_counted, 2, ROWS // 2)
     compare(alone("aux"), [both, other])
     assert calls == more == STEPS, "a pass in each step"
+    assert sums == 3 * STEPS, "of the loads for the loss, and of the losses and loads of the step"
     assert _counted(ROWS)[1] == STEPS
     assert _counted(ROWS // 2)[1] == 4 * STEPS, "two micro-batches, each counted before"
 
 
-def _counted(micro_batch_size: int) -> tuple[Trained, int]:
-    """What was trained, and how often the loss was computed."""
-    calls, loss = [], Transformer.loss
+def _counted(micro_batch_size: int) -> tuple[Trained, int, int]:
+    """What was trained, how often the loss was computed, and how often ranks summed something over the tokens of a step."""
+    calls, sums, loss, all_reduce = [], [], Transformer.loss, Ranks.all_reduce
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Transformer, "loss", lambda *inputs: calls.append(1) or loss(*inputs))
+        patch.setattr(Ranks, "all_reduce", lambda *inputs: sums.extend([1] * (inputs[-1] == "loss")) or all_reduce(*inputs))
         world = {"dp_shard": torch.distributed.get_world_size()} if torch.distributed.is_initialized() else {}
-        return train(world, "aux", micro_batch_size), len(calls)
+        return train(world, "aux", micro_batch_size), len(calls), len(sums)
+
+
+@pytest.mark.parametrize("micro_batch_size", [3, ROWS])
+def test_after_a_step_the_loss_counts_its_own_tokens(micro_batch_size: int) -> None:
+    """A loss outside of a step, as in a profile, has neither the loads of the step before nor an exchange with other ranks."""
+    model, _ = model_of("aux", Ranks(Layout()))
+    model.train()
+    (part,) = model.parts
+    tokens, labels = (torch.from_numpy(values).long() for values in (batch_of(1).tokens, batch_of(1).labels))
+    before = part.loss(tokens, labels).layers.aux
+    with pytest.MonkeyPatch.context() as patch:
+        model.forward_backward(batch_of(0), ROWS, micro_batch_size, 1.0)
+        patch.setattr(Ranks, "all_reduce", lambda *_: pytest.fail("an exchange outside of a step"))
+        after = part.loss(tokens, labels).layers.aux
+    assert before is not None and after is not None and torch.equal(before, after)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from lmworks.recipe.schema.layout import Layout
 from lmworks.recipe.schema.mixers import Lightning, Mamba, ShortConv
 from lmworks.recipe.schema.model import Model
 from made_up_ranks import made_up_ranks
+from saved_bytes import saved_bytes
 
 _SMALL = {
     "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
@@ -101,17 +103,8 @@ def test_a_plan_knows_what_a_layer_of_short_convolutions_saves(compiled: bool, w
         one = initialize(Transformer(model.model_copy(update={"num_hidden_layers": layers})), seed=1)
         if compiled:
             one.compile()
-        weights, held = {parameter.untyped_storage().data_ptr() for parameter in one.parameters()}, {}
-
-        def pack(tensor: torch.Tensor, weights: set[int] = weights, held: dict[int, torch.Tensor] = held) -> torch.Tensor:
-            if (place := tensor.untyped_storage().data_ptr()) not in weights:
-                held[place] = tensor
-            return tensor
-
-        tokens = torch.randint(64, (2, length))
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            one.loss(tokens, tokens.roll(-1, 1), torch.tensor([0, length, 2 * length]))
-        sizes.append(sum(tensor.untyped_storage().nbytes() for tensor in held.values()))
+        tokens, cu_seqlens = torch.randint(64, (2, length)), torch.tensor([0, length, 2 * length])
+        sizes.append(saved_bytes(partial(one.loss, tokens, tokens.roll(-1, 1), cu_seqlens), without=one))
     planned = layer_activations(model, 0, Layout(), 4, length, eager=not compiled)["none"]
     assert (sizes[1] - sizes[0]) / (2 * length) == pytest.approx(planned, rel=0.02)
 

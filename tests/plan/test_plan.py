@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -27,8 +28,10 @@ from lmworks.recipe.load import load_cluster, load_recipe, shipped
 from lmworks.recipe.schema.layout import Layout
 from lmworks.recipe.schema.model import Model
 from lmworks.recipe.timeline import Timeline
+from lmworks.run.prediction import measured_mfu
 from lmworks.train import calibrate
 from small_config import small_config
+from written_run import write_run
 
 FITS = {
     "2-cores": {"quickstart", "dense-125m"},
@@ -351,6 +354,34 @@ def test_flops_of_a_plan_are_what_torch_counts() -> None:
     assert make_plan(recipe, "", load_cluster("2-cores")).flops == pytest.approx(expected, rel=0.01)
 
 
+@pytest.mark.parametrize("change", [(), ("train.micro_batch_sequences=8",), ("model.moe.balance.aux_loss_weight=0",)])
+def test_the_forward_pass_that_counts_loads_is_planned(change: tuple[str, ...]) -> None:
+    """The auxiliary loss of a step of two micro-batches needs one; a step of one micro-batch, and another loss, do not."""
+    planned, plain = (
+        make_plan(load_recipe("quickstart", [*TINY, *more]).recipe, "", load_cluster("2-cores")).phases[0]
+        for more in (change, ("model.moe.balance.method=none",))
+    )  # fmt: skip
+    passes = 3 if change else 4
+    assert planned.placed.accumulation == (1 if "train.micro_batch_sequences=8" in change else 2)
+    assert planned.flops_parameters == pytest.approx(plain.flops_parameters * passes / 3)
+    assert planned.flops_attention == pytest.approx(plain.flops_attention * passes / 3)
+    assert planned.compute_seconds == pytest.approx(plain.compute_seconds * passes / 3)
+
+
+def test_the_speed_of_a_run_has_the_pass_that_counts_loads(tmp_path: Path) -> None:
+    """Its plan counts it too, and would have it twice."""
+    found = []
+    for method in ("aux", "none"):
+        moe = f"{{n_routed_experts: 4, num_experts_per_tok: 2, moe_intermediate_size: 32, balance: {{method: {method}}}}}"
+        run_dir = write_run(
+            tmp_path / method, {"perf/tokens_per_second": [1000.0] * 3, "train/sequence_length": [64.0] * 3},
+            [{"event": "resume", "step": 0, "ranks": 1, "cores": 1}],
+            overrides=[f"model.moe={moe}", "train.micro_batch_sequences=8"],
+        )  # fmt: skip
+        found.append(measured_mfu(run_dir, load_cluster("2-cores")).mfu)
+    assert found[0] == pytest.approx(found[1] * 4 / 3)
+
+
 def test_plan_calibrates(monkeypatch: pytest.MonkeyPatch) -> None:
     """The MFU is what torch counts in a step of the real model, over what the step took."""
     monkeypatch.setattr("lmworks.train.calibrate._SECONDS", 0.5)
@@ -366,6 +397,7 @@ def test_plan_calibrates(monkeypatch: pytest.MonkeyPatch) -> None:
     overrides = [part for text in TINY for part in ("--set", text)]
     value = json.loads(invoke("plan", "quickstart", "--cluster", "2-cores", "--json", "--calibrate", *overrides))
     operations = counted(load_recipe("quickstart", TINY).recipe.model, 64) * 512
+    operations *= 4 / 3  # a forward pass counts the loads of two micro-batches
     assert value["mfu"] == pytest.approx(operations / median(timed) / 2e12, rel=0.01)
     how = f"measured here: median of {len(timed)} steps of 512 tokens, {median(timed):.2f} s each, peak 2.00 TFLOP/s"
     assert value["mfu_source"] == how

@@ -15,7 +15,9 @@ from lmworks.health.report import Checked, Report, Result, Status
 from lmworks.launch.torchrun import Host
 from lmworks.preflight import checks, hosts
 from lmworks.preflight.check_result import CheckContext
+from lmworks.preflight.host_rank import LOSSES, STEPS
 from lmworks.ui.exit_codes import ExitCode
+from lmworks.watch.ledger import Ledger
 from node_recording import record
 from tiny_run import Tiny
 
@@ -54,6 +56,25 @@ def test_what_is_missing_for_the_rehearsal_is_said(tiny: Tiny) -> None:
     assert found.result == "skip" and "lmworks preflight tiny.yaml --hosts FILE" in found.advice
     found = hosts.replaced(replace(context, hosts=[Host("a", 1), Host("b", 1)]))
     assert found.result == "skip" and "2 hosts are too few" in found.text
+
+
+@pytest.mark.parametrize(("machine", "seconds"), [("a", 20.0), ("b", 3620.0)])
+def test_the_gap_is_timed_by_a_clock_that_is_never_set(
+    machine: str, seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as the first rank stays on its machine; another one has a clock of its own. The time is set by an hour in the gap."""
+    monkeypatch.setattr(hosts.small_model, "run_ranks", lambda *given: [[2.0] * STEPS])
+    with Ledger(tmp_path / "ledger.jsonl") as ledger:
+        ledger.write("host_excluded", host="n1", reason="lost")
+        ledger.write("host_started", host="n2")
+    lines = [
+        {"step": step, "loss": 2.0, "ranks": 2, "pid": 1 + late, "machine": machine if late else "a", "clock": 20.0 * late,
+         "time": 1e9 + 3620 * late}
+        for step in range(STEPS) for late in [step > STEPS // 2]
+    ]  # fmt: skip
+    (tmp_path / LOSSES).write_text("".join(json.dumps(one) + "\n" for one in lines))
+    found = hosts._judged("", tmp_path, [Host(f"n{number}", 1) for number in range(3)], 0)
+    assert found.result == "ok" and found.figures["seconds_without_a_step"] == seconds, found
 
 
 @pytest.mark.slow

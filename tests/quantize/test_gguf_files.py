@@ -63,6 +63,18 @@ def test_the_template_is_that_of_the_tokenizer(
     assert quantize_gguf.check_fields(source, original, target) == []
 
 
+def test_a_quantized_file_is_refused_with_what_is_read_instead(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_model(folder, 448)
+    original, target = tmp_path / "original.gguf", tmp_path / "made.gguf"
+    quantize_gguf.write_original(open_source(str(folder)), original)
+    quantize_gguf.quantize(SCHEME, original, target, None)
+    (tmp_path / "text.txt").write_text(TEXT)
+    refused = Lmworks(monkeypatch, capfd)("quantize", target, "--to", "gguf-q8_0", "--held-out", tmp_path / "text.txt")
+    assert "is quantized already" in refused.error and "(FP8, MXFP4, compressed-tensors, AWQ, GPTQ)" in refused.error
+
+
 @pytest.mark.parametrize(("width", "quantized"), [(72, 0), (96, 2)])
 def test_rows_that_q8_0_does_not_hold_are_told(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], width: int, quantized: int

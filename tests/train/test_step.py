@@ -31,6 +31,7 @@ from lmworks.train.step import (
     seed_dropout,
     train_step,
 )
+from saved_bytes import saved_bytes
 from saved_run import save_run
 from tiny_run import Tiny, same_bits
 
@@ -271,16 +272,8 @@ def test_activation_checkpointing_keeps_less(tiny: Tiny, batch: Batch, mode: Lit
 
     def kept(mode: str) -> int:
         model = make(tiny, f"train.activation_checkpointing={mode}")[0]
-        sizes: dict[int, int] = {}
-
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
-            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-            return tensor
-
         (inputs,) = parts(batch, 8)
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            model.parts[0].loss(*inputs)
-        return sum(sizes.values())
+        return saved_bytes(lambda: model.parts[0].loss(*inputs))
 
     assert kept(mode) < 0.8 * kept("none")
     assert kept(mode) < kept(f"{mode} 67%") < kept(f"{mode} 34%") < kept("none")

@@ -77,12 +77,20 @@ def test_packed_matrices_are_read_as_what_they_stand_for(tmp_path: Path, case: d
             torch.testing.assert_close(handle.get_slice(name)[3:9, 5:31], expected[3:9, 5:31], rtol=0, atol=0)
 
 
-def test_an_early_folder_of_autoawq_says_its_form_in_a_file_of_its_own(tmp_path: Path) -> None:
-    values = _write(tmp_path, "awq")
+EARLY = {
+    "awq": ("quant_config.json", {"zero_point": True, "q_group_size": GROUP, "w_bit": 4, "version": "GEMM"}),
+    "gptq": ("quantize_config.json", {"bits": 4, "group_size": GROUP, "damp_percent": 0.01, "desc_act": False, "sym": False}),
+}
+
+
+@pytest.mark.parametrize("method", EARLY)
+def test_an_early_folder_of_autoawq_or_autogptq_says_its_form_in_a_file_of_its_own(tmp_path: Path, method: str) -> None:
+    values = _write(tmp_path, method)
     config = read_json(tmp_path / "config.json")
     del config["quantization_config"]
     write_json(tmp_path / "config.json", config)
-    write_json(tmp_path / "quant_config.json", {"zero_point": True, "q_group_size": GROUP, "w_bit": 4, "version": "GEMM"})
+    name, given = EARLY[method]
+    write_json(tmp_path / name, given)
     found = read_model(tmp_path).state_dict()["layers.0.ffn.up.weight"]
     torch.testing.assert_close(found, values["model.layers.0.mlp.up_proj.weight"], rtol=0, atol=0)
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lmworks.ablate.run_set import Arm, Run, RunSet, only_one, shared_bytes
+from lmworks.ablate.runs import end_with_parent, server
 from lmworks.errors import UserError
 from lmworks.host import machine
 from lmworks.io.files import read_json, write_json
@@ -20,6 +23,7 @@ from lmworks.shards.indexed import token_dtype
 
 if TYPE_CHECKING:
     from lmworks.recipe.schema.recipe import Recipe
+    from lmworks.shards.batch import Batch
     from lmworks.train.calibrate import Speed
 
 FILE = "speed.json"
@@ -79,7 +83,6 @@ def _measured(runs: RunSet, arms: Sequence[Arm], threads: int) -> Iterator[tuple
     """The arms as they are measured or have failed, and what was found."""
     from lmworks.run.time_budget import batches_by_length
     from lmworks.run.time_estimate import fixed_work, predict_seconds
-    from lmworks.train.calibrate import measure
 
     new = [(arm, arm.recipe.model_copy(update={"evaluate": Evaluate(references=False), "threads": threads})) for arm in arms]
     batches = {arm.name: [*batches_by_length(recipe, runs.data_dir(arm)).values()] for arm, recipe in new}
@@ -88,7 +91,7 @@ def _measured(runs: RunSet, arms: Sequence[Arm], threads: int) -> Iterator[tuple
         for arm, recipe in list(new):
             why = ""
             try:
-                speeds[arm.name].append(measure(recipe, batches[arm.name], _PATIENCE, partial(_flops_per_token, recipe)))
+                speeds[arm.name].append(measure_apart(recipe, batches[arm.name], _PATIENCE, partial(_flops_per_token, recipe)))
             except Exception as error:
                 if not isinstance(error, UserError) and not machine.is_out_of_memory(error):
                     raise
@@ -102,6 +105,20 @@ def _measured(runs: RunSet, arms: Sequence[Arm], threads: int) -> Iterator[tuple
                 flops, per_second = flops_of(arm), _tokens_per_second(arm, speed)
                 seconds *= flops / flops_of(replace(arm, branch=None))
                 yield arm.name, {"seconds": seconds, "flops": flops, "tokens_per_second": per_second, "threads": threads}
+
+
+def measure_apart(recipe: Recipe, batches: Sequence[Batch], patience: float, flops_per_token: Callable[[int], float]) -> Speed:
+    """`train.calibrate.measure` in a process of its own, with the threads of the recipe: the kernel may kill it for want of memory, which
+    is a `UserError`. Its errors are raised here."""
+    from lmworks.train.calibrate import measure
+
+    if machine.speed() is not None:  # nothing is measured
+        return measure(recipe, batches, patience, flops_per_token)
+    with ProcessPoolExecutor(1, server(recipe.threads or machine.threads()), end_with_parent) as executor:
+        try:
+            return executor.submit(measure, recipe, batches, patience, flops_per_token).result()
+        except BrokenProcessPool:
+            raise UserError(_ADVICE.format("its process was killed")) from None
 
 
 def _flops_per_token(recipe: Recipe, length: int) -> float:

@@ -175,7 +175,7 @@ class Runner:
         link_data(self.set, run)
         environment = {"CUDA_VISIBLE_DEVICES": device} if device is not None and ranks_of(run) == 1 else {}
         words = ["lmworks", *command(self.set, run, threads)]
-        process = _server(threads).Process(target=_child, args=(words, str(run.directory / LOG), environment))
+        process = server(threads).Process(target=_child, args=(words, str(run.directory / LOG), environment))
         process.start()
         return process
 
@@ -232,7 +232,7 @@ def _end(processes: Sequence[BaseProcess], stop: Stop) -> None:
         process.join()
 
 
-def _server(threads: int) -> ForkServerContext:
+def server(threads: int) -> ForkServerContext:
     """What forks the processes, with the slow imports done."""
     os.environ["OMP_NUM_THREADS"] = str(threads)  # read when torch is imported
     context = get_context("forkserver")
@@ -242,7 +242,7 @@ def _server(threads: int) -> ForkServerContext:
 
 def _child(words: list[str], log: str, environment: dict[str, str]) -> None:
     """In the new process: one command, whose output goes to a file."""
-    threading.Thread(target=_stop_with_parent, name="parent", daemon=True).start()
+    end_with_parent()
     with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), "wb") as handle, open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
         os.dup2(handle.fileno(), 1)
@@ -250,6 +250,11 @@ def _child(words: list[str], log: str, environment: dict[str, str]) -> None:
     os.environ.update(environment)
     sys.argv = words
     run_module(_PROGRAM, run_name="__main__", alter_sys=True)
+
+
+def end_with_parent() -> None:
+    """In a new process: end it when the one that began it has died."""
+    threading.Thread(target=_stop_with_parent, name="parent", daemon=True).start()
 
 
 def _stop_with_parent() -> None:

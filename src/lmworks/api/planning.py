@@ -161,7 +161,7 @@ def _mfu(given: float | str | None, recipe: Recipe, cluster: Cluster, calibrate:
         from lmworks.plan.counts import flops_per_token
         from lmworks.train.calibrate import calibrate as measure
 
-        return *measure(recipe, lambda length: flops_per_token(recipe.model, length).total), False
+        return *measure(recipe, lambda length, count: flops_per_token(recipe.model, length, micro_batches=count).total), False
     if given is None:
         return None, "", True
     try:

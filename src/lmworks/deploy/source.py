@@ -18,6 +18,7 @@ from lmworks.recipe.weight_files import of_adapter, safetensors_of
 from lmworks.recipe.weights import stored_model
 from lmworks.tokenizer.named import DEFAULT, chat_templates
 from lmworks.weights.huggingface import only_pickled
+from lmworks.weights.quantized import stated
 from lmworks.weights.verified import CERTIFICATE
 
 _PUBLISHED = ("fp8", "mxfp4")  # forms in which makers publish models, some of them in no other; `lmworks quantize` writes neither
@@ -28,7 +29,7 @@ class Source:
     """A model in Hugging Face's format, and its GGUF file if there is one.
 
     `weight_bytes`: size of the files that the engine reads. `mtp`: layers of multi-token prediction whose weights are there.
-    `quantization`: `quant_method` of config.json, or "". `dtype`: as config.json says. `template`: text of the chat template.
+    `quantization`: its `quant_method`, or "". `dtype`: as config.json says. `template`: text of the chat template.
     """
 
     name: str
@@ -60,7 +61,7 @@ def open_source(path: Path, gguf: Path | None = None, name: str | None = None) -
     config = read_json(directory / "config.json")
     with explain_damage(directory / "config.json"):
         model, stored = from_config(config), stored_model(directory)
-        quantization, bits = _quantization(config)
+        quantization, bits = _quantization(stated(directory, config))
     name = name if name is not None else ((path.stem if path.is_file() else name_of(path.resolve()) or path.resolve().name) or "model")
     for text in (name, str(directory.resolve()), str(gguf.resolve() if gguf else "")):
         try:
@@ -111,11 +112,10 @@ def _places(path: Path) -> tuple[Path, Path | None]:
     raise UserError(of_adapter(path) or other)
 
 
-def _quantization(config: dict[str, Any]) -> tuple[str, int]:
-    """`quant_method` and the bits of its weights; ("", 16) without quantization."""
-    found = config.get("quantization_config")
+def _quantization(found: Any) -> tuple[str, int]:
+    """`quant_method` of a quantization_config and the bits of its weights; ("", 16) without one."""
     if not found:
         return "", 16
-    stated = re.findall(r"'num_bits': (\d+)", str(found))  # compressed-tensors: of each group of layers
-    bits = found.get("bits") or (min(map(int, stated)) if stated else 8)
+    groups = re.findall(r"'num_bits': (\d+)", str(found))  # compressed-tensors: of each group of layers
+    bits = found.get("bits") or found.get("w_bit") or (min(map(int, groups)) if groups else 8)
     return str(found.get("quant_method") or "unknown"), int(bits)

@@ -147,7 +147,7 @@ def checkpoints(run_dir: Path) -> Iterator[Checkpoint]:
 
 def _evaluate(one: Checkpoint, evaluate: Measure, device: torch.device | str | None, asked: str) -> dict[str, Any] | None:
     """The line of a checkpoint; None if it is damaged, or if the run has removed it meanwhile."""
-    begun = time.time()
+    begun = time.monotonic()
     try:
         values = dict(evaluate(open_model(one.path, device)))
     except (UserError, OSError) as error:
@@ -160,8 +160,8 @@ def _evaluate(one: Checkpoint, evaluate: Measure, device: torch.device | str | N
         raise
     for name in values:
         describe(name)
-    now = time.time()
-    about = {"stage": one.stage, "step": one.step, "time": round(now, 3), "seconds": round(now - begun, 3), "content": one.content}
+    seconds = round(time.monotonic() - begun, 3)
+    about = {"stage": one.stage, "step": one.step, "time": round(time.time(), 3), "seconds": seconds, "content": one.content}
     return about | {"asked": asked} | values
 
 
@@ -180,7 +180,7 @@ class _Pace:
 
     def eta(self, record: dict[str, Any], behind: int) -> str:
         planned, done = _progress(self.run_dir).get(record["stage"], (0, False))
-        step, now = record["step"], record["time"]
+        step, now = record["step"], time.monotonic()
         first_step, first_time = self.first.setdefault(record["stage"], (step, now - record["seconds"]))
         waiting = behind * record["seconds"]
         if done or step >= planned or step <= first_step:

@@ -191,7 +191,7 @@ def export(recipe: Recipe, run_dir: Path, out_dir: Path) -> Report:
                 sizes["peft"] = _bytes(beside)
                 theirs = class_of(adapter.base, model.config)
                 unequal = unequal_adapters(adapter.checkpoint, recipe.model, theirs, beside)
-                values["not_in_peft"] = why_not_loaded(adapter_tensors(adapter.checkpoint), recipe.model, theirs)
+                values["not_in_peft"] = why_not_loaded(adapter_tensors(adapter.checkpoint), recipe.model, theirs, adapter.lora)
                 reason = f"tensor {unequal[0]} of the file is not the adapter's" if unequal else None
                 formats.judge("peft", beside, reason, not_in_peft=values["not_in_peft"])
         if wants_gguf:

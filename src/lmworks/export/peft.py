@@ -49,13 +49,16 @@ _FREE = {
     # names, and what counts in training only
     "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode", "lora_dropout",
     # which modules have adapters, which the tensors say
-    "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern",
+    "target_modules", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern",
     # options of what other keys choose
     "eva_config", "corda_config", "lora_ga_config", "loftq_config", "qalora_group_size", "megatron_core",
 }  # fmt: skip
 _VALUES = {"bias": ("none",), "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva")}  # with others PEFT changes the base
 _UNSET: tuple[Any, ...] = (None, False, "", [], {})  # what every other key must be: it may change what the adapter computes
 _CONVERTED = "; peft writes it for the unchanged base model with save_pretrained(..., path_initial_model_for_weight_conversion=...)"
+_EXPERTS = (  # classes of whose experts PEFT loads adapters: those of its `_MODEL_TO_CONVERSION_PATTERN`
+    "deepseek_v3", "glm4_moe", "glm4_moe_lite", "mellum", "minimax", "minimax_m2", "mixtral", "olmoe", "qwen3_moe", "qwen3_next",
+)  # fmt: skip
 _MAMBA, _UNLOADED = ("falcon_h1", "nemotron_h"), "out_proj"  # PEFT's `_check_lora_target_modules_mamba`
 
 
@@ -75,14 +78,25 @@ def class_before(recipe: Recipe, stage: str) -> Family:
     return family_of(recipe.model)
 
 
-def why_not_loaded(names: Iterable[str], model: Model, family: Family) -> str | None:
-    """Why PEFT would not load these adapters of ours; None if it would."""
-    found = family.model_type in _MAMBA and next((name for name in names if _module(name, model, family).endswith(f".{_UNLOADED}")), None)
-    if not found:
+def why_not_loaded(names: Iterable[str], model: Model, family: Family, options: Lora) -> str | None:
+    """Why PEFT would not load these adapters of ours, or would compute something else with them; None if it computes the same."""
+    theirs = {matrix_of_adapter(name).removesuffix(".weight"): _module(name, model, family) for name in names}
+    mamba = [matrix for matrix, module in theirs.items() if family.model_type in _MAMBA and module.endswith(f".{_UNLOADED}")]
+    experts = [matrix for matrix, module in theirs.items() if "{e}" in module]
+    gates, ups = ({matrix.removesuffix(end) for matrix in experts if matrix.endswith(end)} for end in (".gate", ".up"))
+    remedy = "name other targets"
+    if mamba:
+        what = f"{_UNLOADED} of {family.name}"
+    elif experts and family.model_type not in _EXPERTS:
+        what = f"experts of {family.name}"
+    elif gates != ups:
+        what, remedy = "the gate of experts without up, or of up without the gate", "name both"
+    elif gates and options.rslora:
+        what, remedy = "experts with the scale of lora.rslora", "set it to false"
+    else:
         return None
     return (
-        f"PEFT does not load adapters of {_UNLOADED} of {family.name}, which lora.targets includes as "
-        f"{matrix_of_adapter(found).removesuffix('.weight')}; name other targets, or use the merged model"
+        f"PEFT does not load adapters of {what}, which lora.targets includes as {[*mamba, *experts][0]}; {remedy}, or use the merged model"
     )
 
 
@@ -104,10 +118,13 @@ def write_peft(
 
     state = adapter_tensors(checkpoint)
     tensors = {theirs: tensor.float().contiguous() for theirs, tensor in their_adapters(state, model, family)}
+    targets = _targets(state, model, family)
+    # PEFT adapts parameters, as stacks of experts are, without dropout only
+    dropout = 0.0 if "target_parameters" in targets or any("experts" in name for name in state) else options.dropout
     config = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True, "bias": "none",
-        "r": options.rank, "lora_alpha": options.alpha, "lora_dropout": options.dropout, "use_rslora": options.rslora,
-        "target_modules": _target_modules(state, model, family), "modules_to_save": None, "fan_in_fan_out": False,
+        "r": options.rank, "lora_alpha": options.alpha, "lora_dropout": dropout, "use_rslora": options.rslora,
+        **targets, "modules_to_save": None, "fan_in_fan_out": False,
         "init_lora_weights": True, **_Joined(state, model, family).patterns(options),
     }  # fmt: skip
     directory.mkdir(parents=True, exist_ok=True)
@@ -182,7 +199,7 @@ def _require_targets(directory: Path, found: set[str], state: Mapping[str, Tenso
     if found == {one for names in theirs.values() for one in names}:
         return
     possible: dict[str, set[str]] = {}
-    for name, tensor in _every_adapter(model, ("all-linear", *(("experts",) if model.moe else ()))).items():
+    for name, tensor in _every_adapter(model).items():
         possible.setdefault(matrix_of_adapter(name).removesuffix(".weight"), set()).update(_their_names(name, tensor, model, family))
     if unknown := sorted(found.difference(*possible.values())):
         raise UserError(
@@ -204,11 +221,11 @@ def _ends(name: str) -> list[str]:
     return [".".join(parts[at:]) for at in reversed(range(len(parts)))]
 
 
-def _every_adapter(model: Model, targets: tuple[str, ...]) -> dict[str, Tensor]:
-    """All adapters that the model has with these targets, of rank 1, on the meta device."""
+def _every_adapter(model: Model) -> dict[str, Tensor]:
+    """The adapters of all matrices that can have one, of rank 1, on the meta device."""
     with torch.device("meta"):
         everything = Transformer(model)
-        attach(everything, Lora(rank=1, targets=targets))
+        attach(everything, Lora(rank=1, targets=("all-linear", *(("experts",) if model.moe else ()))))
     return {name: value for name, value in everything.state_dict().items() if is_adapter(name)}
 
 
@@ -305,23 +322,32 @@ class _Joined:
         return dict(zip(_PATTERNS, (ranks, alpha), strict=True))
 
 
-def _target_modules(state: Mapping[str, Tensor], model: Model, family: Family) -> list[str]:
-    """Ends of the names of the adapted modules, as PEFT matches them: short where all modules of that name are adapted. Routed experts do
-    not count, since they are no modules in today's classes; in others they would get adapters of zeros."""
+def _targets(state: Mapping[str, Tensor], model: Model, family: Family) -> dict[str, list[str]]:
+    """`target_modules`, and `target_parameters` if there are some: ends of the names of the adapted modules and weights, as PEFT matches
+    them, short where all of that name are adapted.
 
-    def modules(names: Mapping[str, Any]) -> set[str]:
-        found = [_module(name, model, family) for name in names if name.endswith("A")]
-        experts = range(model.moe.n_routed_experts if model.moe else 1)
-        return {name.replace("{e}", str(expert)) for name in found for expert in experts}
+    PEFT takes a target module with the name of an expert's matrix for the stack of experts, so a module of that name, in a dense layer or
+    a shared expert, is named by its weight. Routed experts have short names: in classes of today one module holds their stacks, and in
+    others those without an adapter get one of zeros.
+    """
 
+    def modules(names: Iterable[str]) -> set[str]:
+        return {_module(name, model, family) for name in names if name.endswith("A")}
+
+    possible, found, weights = modules(_every_adapter(model)), set[str](), set[str]()
+    of_experts = {name.rpartition(".")[2] for name in possible if "{e}" in name}
+    linear = {name for name in possible if "{e}" not in name}
     adapted = modules(state)
-    possible = modules(_every_adapter(model, ("all-linear",)))
-    short: set[str] = set()
     for name in adapted:
         last = name.rpartition(".")[2]
-        whole = all(other in adapted for other in possible if other.endswith(f".{last}"))
-        short.add(last if whole else name)
-    return sorted(short)
+        short = last if all(other in adapted for other in linear if other.endswith(f".{last}")) else name
+        if name not in linear:
+            found.add(last)
+        elif last in of_experts:
+            weights.add(f"{short}.weight")
+        else:
+            found.add(short)
+    return {"target_modules": sorted(found)} | ({"target_parameters": sorted(weights)} if weights else {})
 
 
 def _read_config(path: Path) -> dict[str, Any]:

@@ -95,6 +95,11 @@ class Chart:
     log_x: bool = False
     shade: tuple[float, float] | None = None  # a range of x
 
+    @property
+    def drawable(self) -> bool:
+        """Whether a line has a finite value; in place of another chart stands a sentence."""
+        return any(line.finite for line in self.lines)
+
     def view(self) -> dict[str, Any]:
         """What the template needs."""
 

@@ -52,7 +52,7 @@ def page(
         return found | {"last": one.last}
 
     others = {group: [as_data(one) for one in runs] for group, runs in (axes or {}).items()}
-    drawn = {chart.id: chart.data(grid) for chart in charts}
+    drawn = {chart.id: chart.data(grid) for chart in charts if chart.drawable}
     data = {"charts": drawn, "axes": others, "steps": grid.steps, "running": running}
     script = _text("uplot/uPlot.iife.min.js") + _text("page.js") if charts or running else ""
     text = _environment().get_template(template).render(

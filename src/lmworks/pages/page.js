@@ -79,6 +79,12 @@ const smooth = (values, percent) => values.map((value, at) => {
   return sum / weights;
 });
 
+// The indices of values between gaps: of them a line draws nothing. Of an x of other lines only, a line has undefined.
+const lone = values => {
+  const own = [...values.keys()].filter(n => values[n] !== undefined), gap = at => (values[own[at]] ?? null) === null;
+  return own.filter((n, at) => !gap(at) && gap(at - 1) && gap(at + 1));
+};
+
 // Colors of the style sheet as the canvas needs them: resolved, for the theme of the moment.
 const probe = document.body.appendChild(Object.assign(document.createElement("i"), { hidden: true }));
 const color = (tone, opacity = 1) => {
@@ -204,7 +210,7 @@ class Chart {
         const width = { thin: 1.25, faint: 1, area: 1.75 }[line.style] ?? 2;
         const dash = line.style === "dashed" ? DASHES[Math.floor((line.run - 1) / 6) % DASHES.length] : undefined;
         add(smoothed ? smooth(line.values, chosen.smoothing) : line.values, {
-          stroke: tone(line.style === "faint" ? 0.35 : 1), width, dash, points: { show: few && line.style !== "area" ? true : undefined, size: 6, fill: tone(1) },
+          stroke: tone(line.style === "faint" ? 0.35 : 1), width, dash, points: { show: few && line.style !== "area" ? true : undefined, filter: (u, n, all) => all ? null : lone(u.data[n]), size: 6, fill: tone(1) },
           ...(line.style === "area" && { fill: tone(0.14), paths: uPlot.paths.stepped({ align: 1 }) }),
         });
       }

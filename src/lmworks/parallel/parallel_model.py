@@ -226,7 +226,7 @@ class ParallelModel:
         largest = -(-rows // self.ranks.size("dp"))
         pieces = list(micro_batches(batch, -(-largest // micro_batch_size), micro_batch_size))
         balance = None if self.config.moe is None else self.config.moe.balance
-        if balance is not None and balance.method == "aux" and balance.aux_loss_weight and self.training:
+        if balance is not None and balance.has_step_loss and self.training:
             model.step_counts = self._step_counts(model, pieces)
         for index, (piece, real) in enumerate(pieces):
             inputs, sources_SB = self._inputs_and_sources(piece)
@@ -270,23 +270,16 @@ class ParallelModel:
     def _step_counts(self, model: Transformer, pieces: list[tuple[Batch, bool]]) -> Callable[[Tensor], Tensor]:
         """What gives the tokens per expert of the step over all ranks and micro-batches, which the auxiliary loss of each micro-batch
         needs, from those of a micro-batch. Several are counted before the first one's backward pass, in forward passes of their own, whose
-        dropout masks differ from those of the step."""
+        dropout masks differ from those of the step. No pipeline has this loss, so that every rank has all layers."""
         if len(pieces) == 1:
-            return lambda counts_LE: self._counts_of_ranks(counts_LE.detach() * float(pieces[0][1]))
+            return lambda counts_LE: self.ranks.all_reduce(counts_LE.detach() * float(pieces[0][1]), "loss")
         found = []
         for piece, real in pieces:
             counts_LE = model.loss(*self._inputs(piece)).layers.counts
             assert counts_LE is not None
             found.append(counts_LE * float(real))
-        summed_LE = self._counts_of_ranks(torch.stack(found).sum(0))
+        summed_LE = self.ranks.all_reduce(torch.stack(found).sum(0), "loss")
         return lambda _: summed_LE
-
-    def _counts_of_ranks(self, counts_LE: Tensor) -> Tensor:
-        """The tokens per expert of this rank's layers, on all ranks."""
-        nothing = torch.zeros((), device=self.device)
-        of_all_LE = self.sum_over_ranks(StepSums(nothing, nothing, nothing, nothing, counts_LE)).counts_LE
-        assert of_all_LE is not None
-        return of_all_LE.index_select(0, self._moe_indices)
 
     def _backward(self, model: Transformer, inputs: tuple[Any, ...], scale: float | Tensor, last: bool) -> Loss:
         """Accumulate the gradients of `scale` times the loss of a micro-batch; `last`: it is the last one of its step."""

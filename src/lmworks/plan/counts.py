@@ -5,7 +5,8 @@ look-up multiplies nothing and is not counted; the head is. Attention adds 2 H (
 (scores of d dimensions, values of v) and three times that with the backward; a causal query sees (L + 1) / 2 keys on average,
 fewer under a window. A linear layer adds the operations of its recurrence, whatever the length.
 Each layer of multi-token prediction is one layer more, and once more through the head. Documents
-shorter than the sequence cost less than this; activation checkpointing costs more, but that is not useful work.
+shorter than the sequence cost less than this; activation checkpointing costs more, but that is not useful work. A plan counts the forward
+pass in which a step of several micro-batches counts the loads of experts for `moe.balance.method` aux.
 
 From both follows the best vocabulary size of a planned model: the cost of an entry against the tokens that it saves.
 """
@@ -95,12 +96,13 @@ def count_adapters(model: Model, lora: Lora) -> int:
     return sum(adapter_size(parameter, lora) for parameter in parameters(model))
 
 
-TRAINED, FROZEN = 6.0, 4.0  # operations per parameter and token: of weights that are trained, and of those that only pass gradients on
+# operations per parameter and token: of weights that are trained, of those that only pass gradients on, and of a forward pass alone
+TRAINED, FROZEN, FORWARD = 6.0, 4.0, 2.0
 
 
 @dataclass(frozen=True)
 class Flops:
-    """Forward and backward operations per token."""
+    """Operations of training per token."""
 
     parameters: float
     attention: float
@@ -121,18 +123,22 @@ def keys_seen(model: Model, layer: int, length: int) -> float:
     return (window * (window + 1) / 2 + (length - window) * window) / length
 
 
-def flops_per_token(model: Model, length: int, frozen: bool = False) -> Flops:
+def flops_per_token(model: Model, length: int, frozen: bool = False, micro_batches: int = 1) -> Flops:
     """Training operations per token at sequence length `length`; with `frozen` weights, whose gradients nobody computes, 4 per parameter
-    instead of 6. Low-rank adapters are not counted: they add rank / width."""
-    each = FROZEN if frozen else TRAINED
+    instead of 6. Low-rank adapters are not counted: they add rank / width.
+
+    `micro_batches` of a rank in a step: with several, the forward pass that counts the loads for an auxiliary loss is counted too. For the
+    MFU of a run, which is of the operations of the model, it is 1."""
+    counted = model.moe is not None and model.moe.balance.has_step_loss and micro_batches > 1
+    each = (FROZEN if frozen else TRAINED) + FORWARD * counted
     assert model.num_attention_heads and model.head_dim and model.num_hidden_layers
     counts, ahead = count_by_component(model), model.mtp.num_nextn_predict_layers if model.mtp else 0
-    per_pair = 3 * 2.0 * model.num_attention_heads * (model.head_dim + (model.mla.v_head_dim if model.mla else model.head_dim))
+    per_pair = (3 + counted) * 2.0 * model.num_attention_heads * (model.head_dim + (model.mla.v_head_dim if model.mla else model.head_dim))
     pairs = [keys_seen(model, layer, length) for layer in range(model.num_hidden_layers + ahead)]
     again = ahead * counts.embedding  # one more pass through the head, which is as large as the embedding
     mtp = each * (counts.mtp_active + again) + per_pair * sum(pairs[model.num_hidden_layers :])
     of_layers = (model.mixer(layer) for layer in range(model.num_hidden_layers))
-    recurrent = 3 * sum(MIXERS[mixer].flops(model) for mixer in of_layers if mixer in MIXERS)
+    recurrent = (3 + counted) * sum(MIXERS[mixer].flops(model) for mixer in of_layers if mixer in MIXERS)
     return Flops(each * counts.active_computed, per_pair * sum(pairs[: model.num_hidden_layers]) + recurrent, mtp)
 
 

@@ -275,7 +275,7 @@ def make_plan(
             placed = shortage.placed
             shortages.append(shortage)
         steps, tokens = phase_steps(phase)
-        cost = flops_per_token(trained, phase.sequence_length, frozen=lora_of(phase) is not None)
+        cost = flops_per_token(trained, phase.sequence_length, lora_of(phase) is not None, placed.accumulation)
         compute = seconds(cost.total * tokens, total, cluster, mfu)
         phases.append(
             PhasePlan(

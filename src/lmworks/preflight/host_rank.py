@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -50,10 +52,21 @@ def train(folder: Path) -> None:
             loss = float(one_step(recipe, model, optimizer, step).loss)
             if ranks.is_first:
                 fd = jsonl.open_append(folder / LOSSES)
-                jsonl.append(fd, {"step": step, "loss": loss, "ranks": ranks.world, "pid": os.getpid(), "time": time.time()})
+                jsonl.append(fd, {"step": step, "loss": loss, "ranks": ranks.world, "pid": os.getpid(), **_now()})
                 os.close(fd)
             if (step + 1) % SAVE_EVERY == 0:
                 checkpoints.save(step + 1, model.without_duplicates(state_of(model, optimizer)), {"step": step + 1})
+
+
+def _now() -> dict[str, Any]:
+    """The time by the clock of this machine that is never set, which no other machine shares, and by the one that may be."""
+    return {"machine": socket.gethostname(), "clock": time.monotonic(), "time": time.time()}
+
+
+def seconds_between(before: dict[str, Any], after: dict[str, Any]) -> float:
+    """The time between two lines of LOSSES; the first rank may have moved to another machine."""
+    clock = "clock" if before["machine"] == after["machine"] else "time"
+    return float(after[clock] - before[clock])
 
 
 def losses_of(recipe: str) -> list[float]:

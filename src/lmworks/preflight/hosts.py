@@ -26,7 +26,7 @@ from lmworks.launch.torchrun import Host
 from lmworks.preflight import small_model
 from lmworks.preflight.check_result import CheckContext, CheckResult
 from lmworks.preflight.disks import nearest, scratch
-from lmworks.preflight.host_rank import LOSSES, RECIPE, STEPS, VICTIM, losses_of
+from lmworks.preflight.host_rank import LOSSES, RECIPE, STEPS, VICTIM, losses_of, seconds_between
 from lmworks.preflight.layouts import TOLERANCE
 from lmworks.preflight.small_model import small_recipe
 from lmworks.recipe.schema.layout import Layout
@@ -119,7 +119,7 @@ def _judged(recipe: str, folder: Path, hosts: Sequence[Host], code: int) -> Chec
         return CheckResult("fail", f"steps {sorted(set(range(STEPS)) - set(found))} are missing", "report this with resolved.json")
     off = max(abs(found[step] - loss) / abs(loss) for step, loss in enumerate(expected))
     before, after = next(pair for pair in itertools.pairwise(lines) if pair[0]["pid"] != pair[1]["pid"])
-    resumed, gap = after["step"], after["time"] - before["time"]
+    resumed, gap = after["step"], seconds_between(before, after)
     figures = {"loss": off, "seconds_without_a_step": gap}
     if off > TOLERANCE:
         text = f"after {started[0]['host']} had taken the place, losses are off by {off:.0e}"

@@ -29,6 +29,7 @@ from lmworks.recipe.schema.model import Model
 from lmworks.recipe.weight_files import of_adapter
 from lmworks.weights.huggingface import files_of, only_pickled
 from lmworks.weights.open import OpenModel, open_model
+from lmworks.weights.quantized import READERS
 from lmworks.weights.quantized import stated as stated_quantization
 from lmworks.weights.run_models import folder
 from lmworks.weights.verified import CERTIFICATE, hash_files
@@ -148,9 +149,10 @@ def open_source(where: str) -> Source:
     path = Path(where).expanduser()
     gguf = find_gguf(path)
     if gguf is not None and weight_bits(gguf) < 16:
+        read = ", ".join(name for name, _ in READERS.values())
         raise UserError(
-            f"{gguf} is quantized already; quantize the model that it was made from, in Hugging Face's format: also one that is published "
-            "in FP8, MXFP4 or compressed-tensors only"
+            f"{gguf} is quantized already; quantize the model that it was made from, in Hugging Face's format; one that is published "
+            f"quantized only is read too ({read})"
         )
     path = path if gguf is None else as_folder(gguf)
     _check_quantizable(path, where)

@@ -62,6 +62,13 @@ class MeasuredMfu:
     with_layout: bool
 
 
+def _micro_batches(recipe: Recipe, length: int) -> int:
+    """Of a rank in a step with sequences of `length`, without a ramp of the batch size."""
+    tokens = max((int(phase.global_batch_tokens) for phase in recipe.train.phases if phase.sequence_length == length), default=0)
+    ranks = recipe.layout.dp_replicate * recipe.layout.dp_shard
+    return -(-tokens // (length * ranks * (recipe.train.micro_batch_sequences or 1)))
+
+
 def measured_mfu(run_dir: Path, cluster: Cluster) -> MeasuredMfu:
     """The MFU of `cluster` at which its devices are as fast as those that pretrained this run.
 
@@ -79,7 +86,7 @@ def measured_mfu(run_dir: Path, cluster: Cluster) -> MeasuredMfu:
     for record in lines(run_dir / "metrics.jsonl"):
         speed, length = number(record.get("perf/tokens_per_second")), int(number(record.get("train/sequence_length")))
         if speed > 0 and length > 0 and number(record.get("step")) > start.step:
-            speeds.append(speed * flops_per_token(model, length).total)
+            speeds.append(speed * flops_per_token(model, length, micro_batches=_micro_batches(run.recipe, length)).total)
     if not speeds:
         raise UserError(f"{run_dir} has no metrics since it was last started; give another run, a number, or --calibrate")
     each = median(speeds) / (1 if start.cores else start.ranks)

@@ -242,7 +242,7 @@ def _adapters(stage: str) -> Look:
             read_peft(Path(lora.init_from), state, before.recipe.model, class_before(before.recipe, stage), lora, None)
         if before.recipe.export.huggingface and stage == [*before.recipe.later_stages][-1]:  # its adapters are exported alone, too
             with suppress(NoClass):  # which the check of the export refuses
-                if why := why_not_loaded(state, before.recipe.model, class_before(before.recipe, stage)):
+                if why := why_not_loaded(state, before.recipe.model, class_before(before.recipe, stage), lora):
                     before.notes.append(f"{stage}.lora: {why}")
 
     return look

@@ -40,22 +40,23 @@ class Speed:
     tokens: dict[int, float] = field(default_factory=dict)
 
 
-def calibrate(recipe: Recipe, flops_per_token: Callable[[int], float]) -> tuple[float, str]:
+def calibrate(recipe: Recipe, flops_per_token: Callable[[int, int], float]) -> tuple[float, str]:
     """Measure the MFU of a step of the first phase on random tokens, with the real model, optimizer and micro-batch size; returns it and
-    how it was measured.
+    how it was measured. `flops_per_token` is asked with the sequence length and the number of micro-batches.
 
     Takes about half a minute after compilation. MFU refers to the measured peak of this machine, so it applies only to clusters of the
     same devices.
     """
     batch = _first_batch(recipe)
-    length = batch.tokens.shape[1]
+    rows, length = batch.tokens.shape
+    flops = flops_per_token(length, -(-rows // (recipe.train.micro_batch_sequences or 1))) * batch.tokens.size
     peak = system.measure_peak()
     with terminal.bar("calibrate", _SECONDS) as bar:
         seconds = _Model(recipe, None).step_seconds(batch, _SECONDS, bar)
     median = statistics.median(seconds)
     steps = f"median of {len(seconds)} steps of {batch.tokens.size:,} tokens, {median:.2f} s each"
     how = f"measured here: {steps}, peak {peak / 1e12:.2f} TFLOP/s"
-    return system.mfu(flops_per_token(length) * batch.tokens.size, median, peak), how
+    return system.mfu(flops, median, peak), how
 
 
 def _first_batch(recipe: Recipe) -> Batch:

@@ -209,6 +209,18 @@ class Evidence:
             return read_document(self.files, INDEX).get("abandoned") is True
         return self.running is False and bool(read_document(self.files, "lock").get("pid"))
 
+    @cached_property
+    def line_seconds(self) -> Series:
+        """At each line, the seconds since the line before; NaN at the first of a process, and where `time` says nothing. Lines of earlier
+        versions have nothing else: it falls, or jumps, where the clock is set."""
+        time, elapsed = self.series("time").finite, self.series("perf/elapsed_seconds").finite
+        clock = np.full(len(time), np.nan)
+        clock[np.isin(time.steps, elapsed.steps)] = elapsed.values[np.isin(elapsed.steps, time.steps)]
+        apart, by_time = np.diff(clock, prepend=np.nan), np.diff(time.values, prepend=np.nan)
+        apart = np.where(np.isnan(apart), by_time, apart)
+        number = np.searchsorted(np.sort(self.resumes), time.steps)  # a process begins after the step of its resume
+        return Series(time.steps, np.where((np.diff(number, prepend=0) == 0) & (apart > 0), apart, np.nan))
+
     # Events and recipe.
 
     def of(self, *names: str) -> list[Json]:

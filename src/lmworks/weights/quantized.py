@@ -9,7 +9,7 @@ columns, in `NAME_scale`: of FP8, of int8, or of integers of 4 or 8 bits that ar
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,8 @@ _PACKED, _SHAPE, _ZERO = "_packed", "_shape", "_zero_point"
 _UNUSED = (".input_scale", ".input_zero_point", ".activation_scale")  # of activations, which are not quantized here
 _FORMS = {("8", "float"), ("8", "int"), ("4", "int")}
 _LAYOUTS = (None, "float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "mixed-precision")
+_Open = Callable[[Any], Any]  # an open file of safetensors -> the same with the values that its tensors stand for
+_Reader = Callable[[Path, Any, Mapping[str, Any]], _Open]  # the folder, its quantization_config, and the file of each tensor
 _LOADED = {  # how transformers has the dequantized model, by method
     "bitsandbytes": "M.from_pretrained(a).dequantize()",
     "compressed-tensors": "M.from_pretrained(a, quantization_config=t.CompressedTensorsConfig(dequantize=True))",
@@ -47,13 +49,18 @@ def instead(method: object) -> str:
     )
 
 
+_APART = {"quant_config.json": "awq", "quantize_config.json": "gptq"}  # files of early releases of AutoAWQ and AutoGPTQ -> their method
+
+
 def stated(directory: Path, config: Mapping[str, Any]) -> Any:
-    """The quantization_config of a model. Early releases of AutoAWQ wrote it into a file of its own."""
-    given, apart = config.get("quantization_config"), directory / "quant_config.json"
-    if given or not apart.is_file():
+    """The quantization_config of a model. Early releases of AutoAWQ and AutoGPTQ wrote it into a file of its own."""
+    if given := config.get("quantization_config"):
         return given
-    with explain_damage(apart):
-        return {"quant_method": "awq"} | read_json(apart)
+    for name, method in _APART.items():
+        if (apart := directory / name).is_file():
+            with explain_damage(apart):
+                return {"quant_method": method} | read_json(apart)
+    return None
 
 
 def dequantized(directory: Path, config: Mapping[str, Any], handles: dict[Path, Any]) -> dict[Path, Any]:
@@ -69,24 +76,53 @@ def dequantized(directory: Path, config: Mapping[str, Any], handles: dict[Path, 
                 "put the config.json there that belongs to these weights"
             )
         return handles
-    if isinstance(given, dict) and given.get("quant_method") == "mxfp4" and any(name.endswith(BLOCKS) for name in where):
-        return {file: Mxfp4(directory, handle, where) for file, handle in handles.items()}
-    if isinstance(given, dict) and given.get("quant_method") in ("awq", "gptq"):
-        form = layout(directory, given)
-        return {file: Int32(directory, handle, where, form) for file, handle in handles.items()}
+    method = given.get("quant_method") if isinstance(given, dict) else None
+    _, reader = READERS.get(str(method), ("", _unknown))
+    opened = reader(directory, given, where)
+    return {file: opened(handle) for file, handle in handles.items()}
+
+
+def _unknown(directory: Path, given: Any, where: Mapping[str, Any]) -> _Open:
+    method = given.get("quant_method") if isinstance(given, dict) else None
+    raise UserError(
+        f"{directory} is quantized with {str(method)[:40]} (quantization_config), which lmworks does not read: {instead(method)}"
+    )
+
+
+def _fp8(directory: Path, given: Any, where: Mapping[str, Any]) -> _Open:
+    blocks = _pair(directory, given.get("weight_block_size"))
+    return lambda handle: _Dequantized(directory, handle, where, {8}, blocks)
+
+
+def _mxfp4(directory: Path, given: Any, where: Mapping[str, Any]) -> _Open:
+    if not any(name.endswith(BLOCKS) for name in where):
+        return _unknown(directory, given, where)
+    return lambda handle: Mxfp4(directory, handle, where)
+
+
+def _compressed_tensors(directory: Path, given: Any, where: Mapping[str, Any]) -> _Open:
     bits, blocks = _forms(directory, given)
-    return {file: _Dequantized(directory, handle, where, bits, blocks) for file, handle in handles.items()}
+    return lambda handle: _Dequantized(directory, handle, where, bits, blocks)
+
+
+def _int32(directory: Path, given: Any, where: Mapping[str, Any]) -> _Open:
+    form = layout(directory, given)
+    return lambda handle: Int32(directory, handle, where, form)
+
+
+READERS: dict[str, tuple[str, _Reader]] = {
+    "fp8": ("FP8", _fp8),
+    "mxfp4": ("MXFP4", _mxfp4),
+    "compressed-tensors": ("compressed-tensors", _compressed_tensors),
+    "awq": ("AWQ", _int32),
+    "gptq": ("GPTQ", _int32),
+}
+"""What is read, by `quant_method`: its name, and what opens its files."""
 
 
 def _forms(directory: Path, given: Any) -> tuple[set[int], set[tuple[int, int]]]:
-    """Bits of weights, and rows and columns of blocks that have a scale, where the config states them: those of each group of layers."""
-    method = given.get("quant_method") if isinstance(given, dict) else None
-    if method == "fp8":
-        return {8}, _pair(directory, given.get("weight_block_size"))
-    if method != "compressed-tensors":
-        raise UserError(
-            f"{directory} is quantized with {str(method)[:40]} (quantization_config), which lmworks does not read: {instead(method)}"
-        )
+    """Bits of weights, and rows and columns of blocks that have a scale, where compressed-tensors states them: those of each group of
+    layers."""
     groups = given.get("config_groups")
     kinds = [one.get("weights") or {} for one in groups.values()] if isinstance(groups, dict) else []
     stated = {(str(one.get("num_bits")), str(one.get("type"))) for one in kinds if isinstance(one, dict)}
@@ -100,7 +136,7 @@ def _forms(directory: Path, given: Any) -> tuple[set[int], set[tuple[int, int]]]
     said = ", ".join([*(sorted(f"{bits} bits of {kind}" for bits, kind in stated) or ["no groups"]), *others])
     raise UserError(
         f"{directory} is quantized with compressed-tensors ({said}); lmworks reads FP8, and integers of 4 or 8 "
-        f"bits: {instead(method)}"
+        f"bits: {instead('compressed-tensors')}"
     )
 
 

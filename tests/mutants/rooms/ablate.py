@@ -6,6 +6,8 @@ MUTANTS = [
     ("ablate.cost:_measured", "[_TURNS // 2]", "[0]", "The median of the turns says how fast an arm is.", "ablate/test_cost.py"),
     ("ablate.cost:_measured", "if not isinstance(error, UserError) and not machine.is_out_of_memory(error):", "if True:",
      "An arm that does not fit costs the others nothing.", "cli/test_ablate.py"),
+    ("ablate.cost:measure_apart", "except BrokenProcessPool:", "except ZeroDivisionError:",
+     "An arm that the kernel kills costs the others nothing.", "cli/test_ablate.py::test_an_arm_that_the_kernel_kills_is_a_failed_arm"),
     ("ablate.ablate:run_ablation", "save_arms(experiment, failures)", "save_arms(experiment)",
      "An arm that had no speed gets its tokens when it has one.", "cli/test_ablate.py"),
     ("cli.ablate_commands:ablate", "        raise failure\n", "        pass\n", "Runs that failed end the command with an error.",

@@ -23,6 +23,9 @@ MUTANTS = [
      "An engine that would read weights beside the model's is not deployed.", "weights/test_weight_files.py"),
     ("deploy.monitoring:_panel_of", 'legend += " {{metric}}"', "pass",
      "Two series of one name have legends that differ.", "deploy/test_monitoring.py::test_series_of_one_name_have_legends_that_differ"),
+    ("deploy.source:open_source", "stated(directory, config)", 'config.get("quantization_config")',
+     "A model whose quantization is stated in a file of its own needs a certificate.",
+     "cli/test_deploy_command.py::test_an_early_folder_of_autoawq_or_autogptq_is_quantized"),
     ("deploy.source:require_certified", 'in ("", *_PUBLISHED)', 'in ("",)', "A form in which models are published needs no certificate.",
      "cli/test_deploy_command.py::test_a_quantized_model_needs_a_certificate"),
 ]  # fmt: skip

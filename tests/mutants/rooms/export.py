@@ -1,5 +1,8 @@
 """Mistakes in exports to Hugging Face and GGUF, and in the comparison that decides about them."""
 
+_BESIDE = "export/test_packed_adapters.py::test_peft_computes_with_adapters_beside_experts_and_of_them"
+_NOT_LOADED = "export/test_packed_adapters.py::test_it_is_known_which_adapters_of_experts_peft_does_not_load"
+
 MUTANTS = [
     ("export.huggingface:_SELECTION_BIAS", ', "expert_bias"', ', "absent"', "Selection biases of no class are rounded.",
      "export/test_huggingface.py::test_a_selection_bias_is_not_rounded"),
@@ -40,6 +43,19 @@ MUTANTS = [
      "if name in _VALUES and value not in _VALUES[name]:", "Unknown options of a PEFT adapter are refused.", "export/test_base_classes.py"),
     ("export.peft:_VALUES", '"init_lora_weights": (True,', '"init_lora_weights": ("pissa", True,',
      "An adapter whose initialization changes the base model is refused.", "export/test_base_classes.py"),
+    ("export.peft:_targets", "elif last in of_experts:", "elif False:",
+     "A module with the name of an expert's matrix is one of its own for PEFT.", _BESIDE),
+    ("export.peft:_targets", 'short = last if all(other in adapted for other in linear if other.endswith(f".{last}")) else name',
+     "short = last", "Weights of which others have the name are targeted by their whole names.", _BESIDE),
+    ("export.peft:write_peft", '0.0 if "target_parameters" in targets or', "0.0 if False or",
+     "PEFT loads adapters of parameters that were trained with dropout.", _BESIDE),
+    ("export.peft:why_not_loaded", "elif experts and family.model_type not in _EXPERTS:", "elif False:",
+     "It is said of which classes PEFT loads no adapters of experts.", _NOT_LOADED),
+    ("export.peft:why_not_loaded", "elif gates and options.rslora:", "elif False:",
+     "It is said that PEFT scales adapters of experts otherwise.", _NOT_LOADED),
+    ("export.peft:why_not_loaded", "elif gates != ups:", "elif False:",
+     "It is said that PEFT adapts gate and up of experts together.", _NOT_LOADED),
+    ("export.peft:_FREE", '"target_parameters", ', "", "An adapter that is written for PEFT is read again.", _BESIDE),
     ("export.peft:why_not_loaded", "family.model_type in _MAMBA and", "False and", "It is said which adapters PEFT does not load.",
      "export/test_base_classes.py"),
     ("run.refusals:_adapters", 'before.notes.append(f"{stage}.lora: {why}")', "pass",

@@ -56,6 +56,8 @@ MUTANTS = [
     ("pages.charts:line_of", "(bucket.low[1], bucket.high[1])", "(bucket.mean[1], bucket.mean[1])",
      "No spike is lost in the line of a long series.",
      "pages/test_series.py"),
+    ("pages.charts:Chart.drawable", "any(line.finite for line in self.lines)", "True",
+     "In place of a chart without a finite value stands a sentence.", "pages/test_run_page.py"),
     ("pages.charts:Line.finite", "if y is not None", "", "Only finite values are read out.", "pages/test_run_page.py"),
     ("pages.run_page:_named_apart", "if shared[run.name] == 1", "if True", "Runs of one name are told apart.", "pages/test_run_records.py"),
     ("pages.frame:_label_cells", 'next(columns, "")', '""', "On a phone each cell has the name of its column.", "pages/test_run_page.py"),

@@ -1,6 +1,10 @@
 """Mistakes in the checks before a run."""
 
 MUTANTS = [
+    ("preflight.host_rank:seconds_between", '"clock" if before["machine"] == after["machine"] else "time"', '"time"',
+     "A clock that is set changes no time without a step.", "preflight/test_preflight_hosts.py"),
+    ("preflight.host_rank:seconds_between", 'if before["machine"] == after["machine"]', "if True",
+     "The clocks of two machines that are never set are not compared.", "preflight/test_preflight_hosts.py"),
     ("preflight.checks:ask", "    except Exception as error:\n", "    except ArithmeticError as error:\n",
      "Whatever goes wrong in a check is a finding.", "preflight/test_preflight.py"),
     ("preflight.disks:stalled", "max(times) > _STALL_RATIO * statistics.median(times)", "max(times) > _STALL_RATIO * max(times)",

@@ -1,6 +1,8 @@
 """Mistakes in the measurement and the certificate of quantized models."""
 
 MUTANTS = [
+    ("quantize.source:open_source", "for name, _ in READERS.values()", "for name, _ in list(READERS.values())[:3]",
+     "A refusal names every quantization that is read.", "quantize/test_gguf_files.py"),
     ("quantize.agreement:_file", '"utf-8-sig"', '"utf-8"', "A byte-order mark is no text to measure on.", "quantize/test_agreement.py"),
     ("evaluate.sets.sources:files_at", "    if place.is_file():  # its name may look like a pattern\n        return [place]\n", "",
      "A file whose name looks like a pattern is that file.", "quantize/test_agreement.py"),

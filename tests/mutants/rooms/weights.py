@@ -87,8 +87,9 @@ MUTANTS = [
     ("weights.int32:_Slice.__getitem__", " + form.offset & ", " & ", "GPTQ stores zero points minus one.", "weights/test_int32_weights.py"),
     ("weights.int32:_Slice.__getitem__", 'if ".g_idx" in self.parts else', 'if False else', "Inputs may be in any group (desc_act).",
      "weights/test_int32_weights.py"),
-    ("weights.quantized:stated", "if given or not apart.is_file():", "if True:", "An early folder of AutoAWQ is read.",
-     "weights/test_int32_weights.py::test_an_early_folder_of_autoawq_says_its_form_in_a_file_of_its_own"),
+    ("weights.quantized:stated", "if (apart := directory / name).is_file():", "if False:",
+     "Early folders of AutoAWQ and AutoGPTQ are read.",
+     "weights/test_int32_weights.py::test_an_early_folder_of_autoawq_or_autogptq_says_its_form_in_a_file_of_its_own"),
     ("weights.quantized:_Dequantized._packed", "for bits in sorted(self._bits):", "for bits in sorted(self._bits)[:1]:",
      "Groups of layers may have different bits.", "weights/test_quantized_weights.py::test_groups_of_layers_may_have_different_forms"),
 ]  # fmt: skip

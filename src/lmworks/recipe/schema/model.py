@@ -85,6 +85,11 @@ class Balance(Node):
     aux_loss_weight: float = Field(0.01, ge=0, description="weight of the auxiliary loss over the whole step when method is aux")
     sequence_aux_loss_weight: float = Field(1e-4, ge=0, description="weight of the sequence-level auxiliary loss; 0 turns it off")
 
+    @property
+    def has_step_loss(self) -> bool:
+        """Whether the loss has an auxiliary loss over the whole step."""
+        return self.method == "aux" and self.aux_loss_weight > 0
+
 
 class Moe(Node):
     """Mixture of experts: sigmoid router scores, selection bias, shared experts."""

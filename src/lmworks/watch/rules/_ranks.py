@@ -47,13 +47,14 @@ def has_ranks(evidence: Evidence) -> bool:
 
 
 def failures(evidence: Evidence) -> list[Failure]:
-    """The failures of the stage, oldest first. Events of ranks have no stage: those while it was trained are its own."""
-    begins = [number(event, "time") for event in evidence.of("start", "resume")]
+    """The failures of the stage, oldest first. Events of ranks have no stage: those in the ledger while it was trained are its own."""
+    names = [event["event"] for event in evidence.events]
+    begins = [at for at, name in enumerate(names) if name in ("start", "resume")]
+    ends = [at for at, name in enumerate(names) if name == "finish"]
     if not begins:
         return []
-    ended = [number(event, "time") for event in evidence.of("finish")]
-    stop = ended[-1] if ended else math.inf
-    events = [one for one in evidence.of("restart", "rank_exit") if min(begins) <= number(one, "time") <= stop]
+    trained = evidence.events[begins[0] : ends[-1] if ends else None]
+    events = [event for event in trained if event["event"] in ("restart", "rank_exit")]
     found: list[Failure] = []
     exits: list[dict[str, Any]] = []
     for event in events:

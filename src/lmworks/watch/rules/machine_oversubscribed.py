@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import pairwise
-
-import numpy as np
 
 from lmworks.watch import trends
 from lmworks.watch.evidence import Evidence
@@ -37,8 +34,9 @@ def times(evidence: Evidence) -> Times:
     if len(seconds) < _FEWEST:
         raise NotJudged(f"fewer than {_FEWEST} lines")
     start = int(seconds.part(0.1, 1).steps[0])  # the first steps compile and warm up
+    wall = evidence.line_seconds.finite.between(start + 1, math.inf).values.sum()
     waited, saved, used = (_total(evidence, f"perf/{name}", start) for name in ("data_wait", "save_seconds", "cpu_seconds"))
-    granted = math.nan if evidence.on_gpu else used / max(_wall(evidence, start) - waited - saved, 1e-9)
+    granted = math.nan if evidence.on_gpu else used / max(float(wall) - waited - saved, 1e-9)
     return Times(trends.integral(seconds, start), waited, used, granted, start, int(seconds.steps[-1]))
 
 
@@ -46,14 +44,6 @@ def _total(evidence: Evidence, name: str, start: int) -> float:
     """The sum of a metric that counts since the line before; NaN if it was not written."""
     one = evidence.series(name).finite.between(start + 1, math.inf)
     return float(one.values.sum()) if len(one) else math.nan
-
-
-def _wall(evidence: Evidence, start: int) -> float:
-    """Seconds from the line of `start` to the last one, without the time between a stop and a resume."""
-    time = evidence.series("time").finite.between(start, math.inf)
-    apart = np.diff(time.values)
-    crossed = [any(a < step <= b for step in evidence.resumes) for a, b in pairwise(time.steps.tolist())]
-    return float(apart[~np.array(crossed, bool)].sum())
 
 
 def _check(evidence: Evidence) -> Finding | None:

@@ -21,19 +21,14 @@ _WANTED = 0.02
 
 
 def _check(evidence: Evidence) -> Finding | None:
-    stood, times = evidence.series("perf/save_seconds").finite, evidence.series("time").finite
+    stood, apart = evidence.series("perf/save_seconds").finite, evidence.line_seconds
     saves = stood.values[stood.values > 0.02]
     if len(saves) < _FEWEST:
         return None
-    resumed = set(evidence.resumes)
-    steps, apart = times.steps[1:], np.diff(times.values)
-    within = np.array([not any(first <= one < last for one in resumed) for first, last in zip(times.steps[:-1], steps, strict=True)], bool)
-    if not within.any():
-        raise NotJudged("fewer than two lines with a time")
-    total = float(apart[within & (apart > 0)].sum())
+    total, steps = float(apart.finite.values.sum()), np.diff(apart.steps, prepend=0)[np.isfinite(apart.values)].sum()
     if total <= 0:
-        raise NotJudged("the lines have no times")
-    share = float(stood.between(int(times.steps[0]) + 1, float("inf")).values.sum()) / total
+        raise NotJudged("fewer than two lines with a time")
+    share = float(stood.values[np.isin(stood.steps, apart.finite.steps)].sum()) / total
     if not share > _SHARE:
         return None
     written = [event["seconds"] for event in evidence.of("checkpoint") if isinstance(event.get("seconds"), int | float)]
@@ -51,7 +46,7 @@ def _check(evidence: Evidence) -> Finding | None:
         steps=(int(stood.steps[0]), int(stood.steps[-1])),
         exact=True,
         excluded=[Exclusion("slow-loader", f"waiting for data takes {data:.1%} of the time")],
-        changes=_changes(evidence, share, float(np.median(saves)), total / int(np.diff(times.steps)[within & (apart > 0)].sum())),
+        changes=_changes(evidence, share, float(np.median(saves)), total / int(steps)),
         check_afterwards="the sum of perf/save_seconds is below 2% of the time between two saves",
     )
 
