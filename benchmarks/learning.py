@@ -36,10 +36,10 @@ from nanochat_parts import PARTS, leave_out
 
 WIDTHS = {"1M": (128, 2), "4M": (256, 4), "16M": (384, 6)}
 RATES = {"lmworks": (0.5, 1.0, 2.0), "lmworks-dense": (0.5, 1.0, 2.0), "nanochat": (2.0, 4.0, 8.0)}
-VOCABULARY, LENGTH, BATCH, CHARACTERS = 4096, 256, 4096, 750
+VOCABULARY, LENGTH, CHARACTERS = 4096, 256, 750
+RATE, BATCH = 0.011, 8192  # of the quickstart; nanochat has --batch
 _ANNEAL = 0.135  # of the tokens, as in the quickstart
 _NANOCHAT_RATES = {"matrix": 0.02, "embedding": 0.3, "unembedding": 0.008}  # its defaults
-_DENSE = {"model.moe": "null", "model.rope.partial_rotary_factor": 1, "model.attention_bias": "false"}  # as Qwen3
 _SPARE = 1.6  # times the bytes that a run reads at four bytes a token: nanochat crops what does not fit a row
 
 
@@ -50,6 +50,7 @@ class Job:
     tokens: int
     rate: float
     seed: int
+    batch: int = BATCH  # tokens of a step
 
     @property
     def without(self) -> str:
@@ -58,7 +59,7 @@ class Job:
 
     @property
     def name(self) -> str:
-        return f"{self.side}-{self.size}-{self.tokens}-x{self.rate:g}-seed{self.seed}"
+        return f"{self.side}-{self.size}-{self.tokens}-b{self.batch}-x{self.rate:g}-seed{self.seed}"
 
 
 def corpus(out: Path) -> Path:
@@ -140,8 +141,8 @@ class Nanochat:
             rates.append("--weight-decay=0")
         seconds = call(
             [sys.executable, *module, "scripts.base_train", "--device-type=cpu", f"--depth={depth}", f"--aspect-ratio={width // depth}",
-             "--head-dim=64", "--window-pattern=L", f"--max-seq-len={LENGTH}", f"--device-batch-size={BATCH // LENGTH}",
-             f"--total-batch-size={BATCH}", f"--num-iterations={job.tokens // BATCH}", "--eval-every=-1", "--core-metric-every=-1",
+             "--head-dim=64", "--window-pattern=L", f"--max-seq-len={LENGTH}", f"--device-batch-size={job.batch // LENGTH}",
+             f"--total-batch-size={job.batch}", f"--num-iterations={job.tokens // job.batch}", "--eval-every=-1", "--core-metric-every=-1",
              "--sample-every=-1", "--save-every=-1", f"--model-tag={job.name}", *rates],
             log, self.environment(base), self.folder,
         )  # fmt: skip
@@ -161,9 +162,9 @@ def ours(run: Path, out: Path, job: Job) -> dict[str, Any]:
     sets = {
         "run_dir": own, "time": "null", "threads": 1, "seed": job.seed, "train.phases.general.tokens": job.tokens // BATCH * BATCH - anneal,
         "train.phases.anneal.tokens": anneal, "model.hidden_size": width, "model.num_hidden_layers": depth,
-        "model.num_attention_heads": width // 32, "model.num_key_value_heads": width // 32, "model.intermediate_size": width * 11 // 4,
-        "optimizer.learning_rate": 0.008 * job.rate, "optimizer.adam_learning_rate": 0.008 * job.rate,
-    } | (_DENSE if job.side == "lmworks-dense" else {"model.moe.moe_intermediate_size": width})  # fmt: skip
+        "model.num_attention_heads": width // 64, "model.num_key_value_heads": width // 64, "model.intermediate_size": width * 11 // 4,
+        "optimizer.learning_rate": RATE * job.rate, "optimizer.adam_learning_rate": RATE * job.rate,
+    } | ({"model.moe": "null"} if job.side == "lmworks-dense" else {"model.moe.moe_intermediate_size": width})  # fmt: skip
     words = [word for key, value in sets.items() for word in ("--set", f"{key}={value}")]
     command = [sys.executable, "-m", "lmworks.cli.main", "run", "quickstart", "--to", "pretrain", *words]
     seconds = call(command, own / "log", {"OMP_NUM_THREADS": "1"})
@@ -244,18 +245,19 @@ def _bits(logits: Any, documents: Sequence[Sequence[int]], first: float) -> floa
 def table(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Of each side, size and number of tokens the rate that is best on the corpus: mean over seeds, and half of the range."""
     names = [*lines[0]["bits"]] if lines else []
-    yield f"| side | size | tokens | rate | seeds | tokens/s | {' | '.join(names)} |"
-    yield "|---|---|---|---|---|---|" + "---|" * len(names)
+    yield f"| side | size | tokens | batch | rate | seeds | seconds | tokens/s | {' | '.join(names)} |"
+    yield "|---|---|---|---|---|---|---|---|" + "---|" * len(names)
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for line in lines:
-        groups.setdefault((line["size"], line["tokens"], line["side"], line["rate"]), []).append(line)
-    for (size, tokens, side, rate), ones in sorted(groups.items()):
+        groups.setdefault((line["size"], line["tokens"], line["side"], line["batch"], line["rate"]), []).append(line)
+    for (size, tokens, side, batch, rate), ones in sorted(groups.items()):
         cells = []
         for name in names:
             values = [one["bits"][name] for one in ones]
             cells.append(f"{statistics.mean(values):.3f}" + (f" ± {(max(values) - min(values)) / 2:.3f}" if len(values) > 1 else ""))
-        speed = statistics.median(one["tokens_per_second"] for one in ones)
-        yield f"| {side} | {size} | {tokens:,} | x{rate:g} | {len(ones)} | {speed:,.0f} | {' | '.join(cells)} |"
+        seconds, speed = (statistics.median(one[key] for one in ones) for key in ("seconds", "tokens_per_second"))
+        about = f"{side} | {size} | {tokens:,} | {batch:,} | x{rate:g} | {len(ones)} | {seconds:,.0f} | {speed:,.0f}"
+        yield f"| {about} | {' | '.join(cells)} |"
 
 
 def main() -> None:
@@ -266,9 +268,10 @@ def main() -> None:
     parser.add_argument("--without", nargs="*", default=[], metavar="PARTS", help=f"some of {', '.join(PARTS)}, separated by commas")
     parser.add_argument("--text", action="append", default=[], metavar="NAME=FILE", help="a text that neither has seen")
     parser.add_argument("--tokens", type=int, default=4_771_840)
+    parser.add_argument("--batch", type=int, default=BATCH // 2, help="tokens of nanochat's steps")
     parser.add_argument("--sizes", nargs="+", default=[*WIDTHS], choices=[*WIDTHS])
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
-    parser.add_argument("--only", default="", help="a regular expression, in SIDE-SIZE-TOKENS-xRATE-seedN")
+    parser.add_argument("--only", default="", help="a regular expression, in SIDE-SIZE-TOKENS-bBATCH-xRATE-seedN")
     parser.add_argument("--core", type=int, help="bind all processes to this core")
     parser.add_argument("--until", type=float, default=math.inf, help="begin none after this time, in seconds since 1970")
     parser.add_argument("--table", action="store_true", help="print the table of what is there, and run nothing")
@@ -291,7 +294,7 @@ def main() -> None:
         nanochat = Nanochat(options.nanochat, options.packages, options.out) if options.nanochat else None
         sides = {side: rates for side, rates in RATES.items() if side != "nanochat" or nanochat}
         sides |= {f"nanochat-without-{parts}": RATES["nanochat"][:1] for parts in options.without if nanochat}
-        jobs = [Job(side, size, options.tokens, rate, seed) for size in options.sizes for seed in options.seeds
+        jobs = [Job(side, size, options.tokens, rate, seed, options.batch if side.startswith("nanochat") else BATCH) for size in options.sizes for seed in options.seeds
                 for side, rates in sides.items() for rate in rates]  # fmt: skip
         for job in (job for job in jobs if job.name not in done and re.search(options.only, job.name)):
             if time.time() > options.until:
