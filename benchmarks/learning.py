@@ -62,11 +62,16 @@ class Job:
         return f"{self.side}-{self.size}-{self.tokens}-b{self.batch}-x{self.rate:g}-seed{self.seed}"
 
 
-def corpus(out: Path) -> Path:
-    """The run with the quickstart's corpus, tokenizer and shards."""
-    run = out / "base"
-    call([sys.executable, "-m", "lmworks.cli.main", "run", "quickstart", "--to", "shards", "--set", f"run_dir={run}"], out / "base.log")
+def corpus(out: Path, seed: int) -> Path:
+    """The run of a seed with the quickstart's corpus, tokenizer and shards. The seed decides which documents are held out."""
+    run, sets = base_of(out, seed), (f"run_dir={base_of(out, seed)}", f"seed={seed}")
+    words = [word for one in sets for word in ("--set", one)]
+    call([sys.executable, "-m", "lmworks.cli.main", "run", "quickstart", "--to", "shards", *words], out / f"{run.name}.log")
     return run
+
+
+def base_of(out: Path, seed: int) -> Path:
+    return out / f"base-seed{seed}"
 
 
 def call(command: Sequence[str | Path], log: Path, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> float:
@@ -282,24 +287,25 @@ def main() -> None:
     others = {name: Path(file) for name, _, file in (one.partition("=") for one in options.text)}
     if options.score:
         line = json.loads(options.score)
-        print(json.dumps(score(Job(**line["job"]), line["trained"], texts_of(options.out / "base", others))))
+        print(json.dumps(score(Job(**line["job"]), line["trained"], texts_of(base_of(options.out, Job(**line["job"]).seed), others))))
         return
     results = options.out / "results.jsonl"
     lines = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
     if not options.table:
         if options.core is not None:
             os.sched_setaffinity(0, {options.core})
-        run = corpus(options.out)
         done = {line["name"] for line in lines}
         nanochat = Nanochat(options.nanochat, options.packages, options.out) if options.nanochat else None
         sides = {side: rates for side, rates in RATES.items() if side != "nanochat" or nanochat}
         sides |= {f"nanochat-without-{parts}": RATES["nanochat"][:1] for parts in options.without if nanochat}
-        jobs = [Job(side, size, options.tokens, rate, seed, options.batch if side.startswith("nanochat") else BATCH) for size in options.sizes for seed in options.seeds
+        batches = {side: options.batch if side.startswith("nanochat") else BATCH for side in sides}
+        jobs = [Job(side, size, options.tokens, rate, seed, batches[side]) for size in options.sizes for seed in options.seeds
                 for side, rates in sides.items() for rate in rates]  # fmt: skip
         for job in (job for job in jobs if job.name not in done and re.search(options.only, job.name)):
             if time.time() > options.until:
                 break
             theirs = nanochat if job.side.startswith("nanochat") else None
+            run = corpus(options.out, job.seed)
             trained = theirs.train(run, job) if theirs else ours(run, options.out, job)
             env = theirs.environment(Path(trained["model"])) if theirs else {}
             words = [word for one in options.text for word in ("--text", one)]

@@ -25,7 +25,7 @@ FOLDERS = {
     "init": COMMAND, "ladder": COMMAND, "doctor": COMMAND, "bundle": COMMAND, "profile": COMMAND,
     "launch": COMMAND, "quantize": COMMAND, "serve": COMMAND, "corpus.analysis": COMMAND, "evaluate.harness": COMMAND,
     "evaluate.comparison": COMMAND, "evaluate.compared_models": COMMAND, "evaluate.results": COMMAND,
-    "shards.import_tokens": COMMAND, "recipe": RECIPE, "checkpoint": DAMAGE, "watch": DAMAGE,
+    "shards.import_tokens": COMMAND, "io.destinations": COMMAND, "recipe": RECIPE, "checkpoint": DAMAGE, "watch": DAMAGE,
 }  # fmt: skip
 """Rooms and folders of which every place is of one kind."""
 
@@ -79,7 +79,7 @@ PLACES = (
         weights.gguf gguf_of gguf_package
         weights.gguf _read GgufWeights._found GgufWeights._info GgufWeights._check_rope
         weights.quantized _pair _unknown _forms dequantized
-        weights.int32 layout
+        weights.int32 layout _stated
         weights.reference find(4)
         weights.huggingface files_of(3) _open _refuse_duplicates refuse_unequal_copies(2)
         weights.names huggingface_name refuse_foreign
@@ -214,7 +214,7 @@ PLACES = (
     """),
     (DAMAGE, "files of a run that lmworks wrote", """
         corpus.document split_id
-        io.files full_disk explain_os_errors require_empty explain_damage read_json(3) read_regular open_regular
+        io.files full_disk explain_os_errors(2) explain_damage read_json(3) read_regular open_regular
         io.jsonl read(2)
         optim.optimizer Optimizer.load_state_dict
         shards.lineage open_lineage
@@ -248,7 +248,7 @@ PLACES = (
         corpus.read.opening decompress
         corpus.read.part quarantine_errors
         weights.quantized _Dequantized.get_slice(3) _Dequantized._tensor _Dequantized._packed _Dequantized._blocks
-        weights.int32 Int32.get_slice(3)
+        weights.int32 Int32.get_slice(4)
         weights.mxfp4 Mxfp4.get_slice(3) dequantize
         weights.huggingface load_weights _read_slice(2) _refuse_wrong_size _say_or_refuse
     """),
@@ -283,7 +283,10 @@ PLACES = (
         run.prediction measured_mfu(4)
         run.replay replay(2) require_next_token_loss load_bad
         shards.lineage document_at
+        tokenizer.convert convert(2)
         tokenizer.evaluate _ImportedTokenizer.__init__
+        tokenizer.from_sentencepiece _added _edges _require_expressible spec_of
+        tokenizer.from_tekken spec_of
         tokenizer.train evaluate_sizes _mean
         train.data.chat conversations(2)
         train.data.mixture validate_change(3)

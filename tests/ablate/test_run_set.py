@@ -114,7 +114,7 @@ def test_jobs_that_start_together_measure_once(tiny: Tiny, tmp_path: Path, monke
         return Speed({batch.tokens.shape[1]: measured[-1] for batch in batches}, measured[-1], measured[-1])
 
     monkeypatch.setattr("lmworks.ablate.cost.measure_apart", measure)
-    monkeypatch.setattr(run_set, "_POLL", 0.01)
+    monkeypatch.setattr("lmworks.io.files._POLL", 0.01)
     arms, waited, found = list(experiment.arms.values()), list[str](), list[dict[str, float]]()
     ready = threading.Barrier(2)
 

@@ -155,6 +155,18 @@ def test_a_run_an_export_and_a_published_table(lmworks: Lmworks, run: Path, tmp_
     assert "of an earlier model" in stale["models"][0]["notes"][0] and stale["models"][0]["origin"].startswith(str(tmp_path / "cache"))
 
 
+def test_a_folder_with_several_models_is_named_once(lmworks: Lmworks, tmp_path: Path) -> None:
+    for name in ("ev1", "ev2"):
+        (tmp_path / name).mkdir()
+        models = {"a": {}, "b": {}} if name == "ev1" else {"c": {}}
+        (tmp_path / name / "results.json").write_text(json.dumps({"models": models}))
+        for model in models:
+            (tmp_path / name / f"outcomes-{model}.jsonl").write_text("")
+    one = tmp_path / "ev1"
+    for asked in (one, f"{one}@c"):
+        assert lmworks("compare", asked, tmp_path / "ev2").error == f"{one} has the results of a and b; name one as {one}@a"
+
+
 def test_bad_input_is_one_line(lmworks: Lmworks, run: Path, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     plain = tmp_path / "plain"

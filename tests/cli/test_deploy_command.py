@@ -354,6 +354,7 @@ def test_a_quantized_model_needs_a_certificate(lmworks: Lmworks, exported: Path,
     shutil.rmtree(tmp_path / "d")
     write("fp8")
     assert deploy().code == 0, "a form in which models are published is the original"
+    shutil.rmtree(tmp_path / "d")
     (model / "certificate.json").write_text(json.dumps({"verdict": "failed", "failures": ["the mean KL divergence is 2"]}))
     assert "has failed its certificate: the mean KL divergence is 2" in deploy().error
 

@@ -88,6 +88,13 @@ def test_options_reach_the_tasks(lmworks: Lmworks, run: Path, tmp_path: Path) ->
     assert (entry["n"], entry["shots"]) == (3, 2)
     [prompt, *_] = [sample["arguments"][0][0] for sample in records(tmp_path / "out" / "lm-eval-run@tuned.jsonl")]
     assert (prompt.count("<|user|>"), prompt.count("<|assistant|>")) == (3, 3)
+    first = {path.name: path.read_bytes() for path in (tmp_path / "out").glob("lm-eval-*")}
+    again = ("--data", tmp_path / "data", "--shots", "1", "--items", "3", "--out", tmp_path / "out")
+    assert lmworks("evaluate", run, "--harness", "piqa", *again).code == 0
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").glob("lm-eval-*")}.items() >= first.items()
+    assert read_json(tmp_path / "out" / "lm-eval-run@tuned.2.json")["config"]["apply_chat_template"] is False
+    scores = read_json(tmp_path / "out" / "results.json")["models"]["run@tuned"]["scores"]
+    assert {"piqa/lm-eval/2-shot/acc", "piqa/lm-eval/1-shot/acc"} <= set(scores)
 
 
 def test_wrong_arguments_are_one_line(lmworks: Lmworks, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,8 +121,10 @@ def test_wrong_tasks_are_one_line(lmworks: Lmworks, run: Path, tmp_path: Path) -
     assert "names no task" in lmworks("evaluate", run, "--harness", ",").error
     assert "is not a directory" in lmworks("evaluate", run, "--harness", "piqa", "--data", "nowhere").error
     assert "two sources of the same rows" in lmworks("evaluate", run, "--harness", "piqa", "--data", tmp_path, "--hub").error
-    (tmp_path / "task.yaml").write_text("task: mine\ndoc_to_text: !function code.text\n")
-    assert "--trust-task-code" in lmworks("evaluate", run, "--harness", "mine", "--include-path", tmp_path).error
+    folder = tmp_path / ("long" * 50)  # a message that is cut would lose its end
+    folder.mkdir()
+    (folder / "task.yaml").write_text("task: mine\ndoc_to_text: !function code.text\n")
+    assert "--trust-task-code" in lmworks("evaluate", run, "--harness", "mine", "--include-path", folder).error
 
 
 def test_exported_tasks_ask_for_the_precision_that_was_scored(lmworks: Lmworks, data: Path, tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ import yaml
 from command import Lmworks
 
 from base_models import write_model, write_tokenizer
+from lmworks.corpus.read.listing import find_files
+from lmworks.recipe.schema.corpus import Source
 from lmworks.train.data.row_files import read_files
 
 WORDS = ["the", "of", "and", "to", "in", "that", "have", "with", "pump", "valve", "key", "water", "pressure", "open", "clean", "day"]
@@ -99,7 +101,7 @@ def test_a_folder_with_everything_becomes_a_recipe_of_all_stages(lmworks: Lmwork
     assert lmworks("show", "out.yaml").code == 0
     planned = lmworks("plan", "out.yaml")
     assert planned.code == 0, planned.err
-    assert "exists, and init replaces nothing" in lmworks("init", "files", "-o", "out.yaml", *ON).error
+    assert "exists and is not overwritten" in lmworks("init", "files", "-o", "out.yaml", *ON).error
 
 
 def test_a_model_in_the_folder_is_trained_further(lmworks: Lmworks, model: Path, tmp_path: Path) -> None:
@@ -161,6 +163,31 @@ def test_a_folder_of_one_kind(lmworks: Lmworks, model: Path, name: str, make: Ca
     assert (name != "kto") == ("loss" not in recipe[section])  # type: ignore[operator]
     planned = lmworks("plan", "out.yaml")
     assert planned.code == 0, planned.err
+
+
+def test_links_within_the_folder_are_read_where_they_lead(lmworks: Lmworks, tmp_path: Path) -> None:
+    """Once, by `init` and by the run: no source of links alone, and no rows or documents twice."""
+    root = tmp_path / "files"
+    for n in range(3):
+        (root / "texts" / "b").mkdir(parents=True, exist_ok=True)
+        (root / "texts" / f"t{n}.txt").write_text(prose(n, 2000), encoding="utf-8")
+    (root / "texts" / "b" / "again.txt").symlink_to("../t0.txt")
+    (root / "links").mkdir()
+    (root / "links" / "t1.txt").symlink_to("../texts/t1.txt")
+    (root / "links" / "out.txt").symlink_to(tmp_path / "out.txt")
+    (tmp_path / "out.txt").write_text(prose(9), encoding="utf-8")
+    (root / "texts" / "blob").write_text(prose(4), encoding="utf-8")
+    (root / "links" / "named.txt").symlink_to("../texts/blob")
+    recipe, said = init(lmworks, "files")
+    assert [one["path"] for one in recipe["corpus"]["sources"]] == ["files/texts"]  # type: ignore[index]
+    assert "3 files" in said and "links that lead out of the folder: 1, first files/links/out.txt" in said
+    assert "links to files of the folder that have another ending: copy each to the name of its link: 1, first files/links/n" in said
+    source = Source.model_validate({"name": "a", "kind": "text", "path": "files", "license": "mine"})
+    assert [os.path.relpath(file.path, "files") for file in find_files(source, (".txt",))] == [
+        "links/named.txt", "links/out.txt", "texts/t0.txt", "texts/t1.txt", "texts/t2.txt",
+    ]  # fmt: skip
+    done = lmworks("corpus", "prepare", "out.yaml", "--set", 'corpus.sources=[{name: texts, kind: text, path: files/links, license: mine}]')
+    assert f"files/links/named.txt is a link to {root}/texts/blob, outside of the path of the source: name the target as a" in done.error
 
 
 def test_hostile_names_and_files(lmworks: Lmworks, model: Path, tmp_path: Path) -> None:

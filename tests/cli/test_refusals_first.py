@@ -126,6 +126,7 @@ WINDOW_AND_EXPERTS = {
     "moe": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "use_qk_norm": True,
 }
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {"+:.*down.*": {"format": "marlin"}}}
 PEFT = {"peft_type": "LORA", "r": 4, "lora_alpha": 8.0, "bias": "none"}
 
 
@@ -376,6 +377,11 @@ CASES: dict[str, tuple[str, str, Make]] = {
         "weights.int32 layout",
         "is quantized with awq (3 bits",
         lambda p: p.base("config.json", lambda c: c | {"quantization_config": {"quant_method": "awq", "bits": 3}}),
+    ),
+    "another form of single modules of GPTQ": (
+        "weights.int32 _stated",
+        "its dynamic gives '+:.*down.*' another format",
+        lambda p: p.base("config.json", lambda c: c | {"quantization_config": GPTQ}),
     ),
     "a missing layer": (
         "weights.huggingface map_weights",

@@ -16,7 +16,8 @@ from lmworks.watch.run_files import open_run
 from written_run import budget, healthy, write_run
 
 STEPS = 60
-OFTEN = ("train/tokens", "train/sequence_length", "train/effective_sources", "train/repeated_rows", "train/source/text/loss",
+OFTEN = ("train/tokens", "train/sequence_length", "train/effective_sources", "train/repeated_rows", "train/shared_rows",
+         "train/source/text/loss",
          "validation/loss", "validation/prose/loss", "validation/prose/bits_per_byte", "validation/code/loss",
          "validation/general_bits_per_byte", "validation/forgetting", "validation/reward_accuracy", "optim/grad_rms/embedding",
          "optim/grad_rms/matrices", "optim/loss_scale", "experts/load_cv", "experts/load_max", "experts/dead", "experts/bias_max",

@@ -243,6 +243,28 @@ def test_a_measurement_holds_until_the_run_has_trained_beyond_it_after_a_change(
     assert (kept_probes(Evidence(open_run(run))) is not None) == holds
 
 
+BACK = [{"time": 3.0e9, "event": "resume", "step": 40}, {"time": 1.0e9, "event": "optimizer_reset", "step": 41}]
+SLOW = [{"time": 3.0e9, "event": "optimizer_reset", "step": 40}, {"time": 1.0e9, "event": "resume", "step": 40}]
+
+
+@pytest.mark.parametrize(
+    ("events", "seen", "holds"),
+    [(BACK, 3.0e9, False), (SLOW, 1.0e9, True), (BACK, None, True), (SLOW, None, False), (BACK, 5.0, True), (SLOW, 5.0, False)],
+)
+def test_what_came_later_is_told_by_its_place_in_the_ledger(
+    events: list[dict[str, Any]], seen: float | None, holds: bool, tmp_path: Path
+) -> None:
+    """Measured at 2.0e9, after the first event and after both. Without a place that is there, times are compared."""
+    run = write_run(tmp_path / "run", {"train/loss": [5.0 - 0.01 * i for i in range(60)]}, events)
+    dataclasses.replace(BITS, seen=seen).keep(run)
+    assert (kept_probes(Evidence(open_run(run))) is not None) == holds
+
+
+def test_a_probe_notes_the_newest_event_that_it_knows_of(trained: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmworks.doctor.probe.PROBES", {})
+    assert probe(Recomputation.open(trained.run_dir)).seen == Evidence(open_run(trained.run_dir)).events[-1]["time"]
+
+
 @pytest.mark.parametrize(
     "damage",
     ["[]", "{", '{"step": "a"}', '{"step": 1, "time": 1, "probed": [3, {"code": []}, {"code": "no-such"}]}',

@@ -106,6 +106,11 @@ def test_scores_become_merges() -> None:
 
     found = tokenizers.Tokenizer.from_str(files_of_tokenizer(_sentencepiece())["tokenizer.json"])
     assert found.encode("abb").tokens == ["<s>", "\u2581", "abb"], "ab has the highest score, then abb; a space comes before the text"
+    metadata = _sentencepiece(tokens=[*_sentencepiece()["tokenizer.ggml.tokens"], "\u2581\u2581", "\u2581\u2581\u2581\u2581"],
+                              token_type=[6] * 256 + [2, 3, 3] + [1] * 9,
+                              scores=[*_sentencepiece()["tokenizer.ggml.scores"], -1e9, -1e9])  # fmt: skip
+    of_llama = tokenizers.Tokenizer.from_str(files_of_tokenizer(metadata)["tokenizer.json"])
+    assert of_llama.encode("    b").tokens == ["<s>", "\u2581" * 4, "\u2581", "b"], "runs of spaces of equal score, as Llama 2 has them"
     assert found.encode("é").tokens == ["<s>", "\u2581", "<0xC3>", "<0xA9>"]
     assert found.decode(found.encode("abb é").ids) == "abb é"
 

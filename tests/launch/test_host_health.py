@@ -7,6 +7,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -80,6 +81,12 @@ def test_a_wrong_clock_is_found_through_the_command(tmp_path: Path, ahead: float
     assert abs(ahead) - 5 < number <= abs(ahead)
 
 
+def test_a_launcher_whose_clock_is_set_meanwhile_blames_no_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([time.time(), *[time.time() - 1000.0] * 9])
+    monkeypatch.setattr(host_health, "time", SimpleNamespace(time=lambda: next(clock), monotonic=time.monotonic))
+    assert says(tmp_path, now(0.0)).failures == []
+
+
 @pytest.mark.parametrize(
     ("began", "ended", "status"),
     [(10.5, 11.5, "ok"), (10.0, 12.0, "ok"), (9.5, 10.5, "ok"), (8.5, 9.5, "fail"), (12.0, 13.5, "fail"), (11.5, 12.9, "ok")],
@@ -114,7 +121,7 @@ def test_of_two_hosts_with_two_versions_both_are_named() -> None:
 
 
 def test_one_host_and_hosts_without_a_report_are_compared_with_nobody() -> None:
-    lost = host_health.unreachable("n2", 1.0, "no route")
+    lost = host_health.unreachable("n2", 1.0, 2.0, "no route")
     assert compare({"n1": report(), "n2": lost}) == {"n1": report(), "n2": lost}
 
 

@@ -72,7 +72,7 @@ def test_a_quantized_file_is_refused_with_what_is_read_instead(
     quantize_gguf.quantize(SCHEME, original, target, None)
     (tmp_path / "text.txt").write_text(TEXT)
     refused = Lmworks(monkeypatch, capfd)("quantize", target, "--to", "gguf-q8_0", "--held-out", tmp_path / "text.txt")
-    assert "is quantized already" in refused.error and "(FP8, MXFP4, compressed-tensors, AWQ, GPTQ)" in refused.error
+    assert "is quantized already" in refused.error and "(FP8, MXFP4, compressed-tensors, AWQ, GPTQ, AutoRound)" in refused.error
 
 
 @pytest.mark.parametrize(("width", "quantized"), [(72, 0), (96, 2)])

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "cli"))
 from tokenizer_texts import ARTICLE, library, write_source
 
 from lmworks.recipe.schema.recipe import Recipe

@@ -1,4 +1,4 @@
-"""AWQ and GPTQ: matrices that are packed here as their documentation says are read as what they stand for."""
+"""AWQ, GPTQ and AutoRound: matrices that are packed here as their documentation says are read as what they stand for."""
 
 from __future__ import annotations
 
@@ -25,20 +25,24 @@ def _words(numbers: torch.Tensor, bits: int, order: list[int]) -> torch.Tensor:
     return torch.where(words >= 1 << 31, words - (1 << 32), words).int()
 
 
-def _write(folder: Path, method: str, bits: int = 4, form: str = "gptq", desc_act: bool = False) -> dict[str, torch.Tensor]:
-    """Write the model of `folder` again with packed matrices; returns the values that they stand for."""
+def _write(folder: Path, method: str, bits: int = 4, form: str = "gptq", desc_act: bool = False,
+           own: dict[str, tuple[int, int] | None] | None = None) -> dict[str, torch.Tensor]:  # fmt: skip
+    """Write the model of `folder` again with packed matrices; returns the values that they stand for. Names that contain a key of `own`
+    have other bits and groups, or are not packed."""
     write_model(folder, 64)
-    each, stored, values = 32 // bits, {}, {}
-    order = [0, 2, 4, 6, 1, 3, 5, 7] if method == "awq" else list(range(each))
+    stored, values, usual = {}, {}, (bits, GROUP)
     for name, tensor in load_file(folder / "model.safetensors").items():
-        if "_proj.weight" not in name:
+        found = next((one for part, one in (own or {}).items() if part in name), usual)
+        if "_proj.weight" not in name or found is None:
             stored[name] = tensor
             continue
+        bits, group = found
+        order = [0, 2, 4, 6, 1, 3, 5, 7] if method == "awq" else list(range(32 // bits))
         outputs, inputs = tensor.shape
-        groups, module = inputs // GROUP, name.removesuffix(".weight")
+        groups, module = inputs // group, name.removesuffix(".weight")
         numbers, zeros = torch.randint(1 << bits, (inputs, outputs)), torch.randint(1 << bits, (groups, outputs))
         scales = (torch.rand(groups, outputs) + 0.5).half()
-        of = torch.arange(inputs) // GROUP
+        of = torch.arange(inputs) // group
         of = of[torch.randperm(inputs)] if desc_act else of
         values[name] = ((numbers - zeros[of]).float() * scales[of].float()).t()
         kept = (zeros - 1) % (1 << bits) if method == "gptq" and form == "gptq" else zeros
@@ -48,7 +52,7 @@ def _write(folder: Path, method: str, bits: int = 4, form: str = "gptq", desc_ac
         if method == "gptq":
             stored[f"{module}.g_idx"] = of.int()
     save_file(stored, folder / "model.safetensors", {"format": "pt"})
-    given = {"quant_method": method, "bits": bits, "group_size": GROUP, "desc_act": desc_act}
+    given = {"quant_method": method, "bits": usual[0], "group_size": GROUP, "desc_act": desc_act}
     given |= {"version": "gemm", "zero_point": True} if method == "awq" else {"checkpoint_format": form}
     write_json(folder / "config.json", read_json(folder / "config.json") | {"quantization_config": given})
     return values
@@ -77,6 +81,54 @@ def test_packed_matrices_are_read_as_what_they_stand_for(tmp_path: Path, case: d
             torch.testing.assert_close(handle.get_slice(name)[3:9, 5:31], expected[3:9, 5:31], rtol=0, atol=0)
 
 
+def _state(folder: Path, **changes: Any) -> None:
+    """Change the quantization_config of a folder."""
+    config = read_json(folder / "config.json")
+    config["quantization_config"] = {key: one for key, one in (config["quantization_config"] | changes).items() if one is not None}
+    write_json(folder / "config.json", config)
+
+
+def _require(folder: Path, values: dict[str, torch.Tensor]) -> None:
+    from contextlib import ExitStack
+
+    from lmworks.weights.huggingface import open_all
+
+    read_model(folder)
+    with ExitStack() as stack:
+        (handle,) = open_all(folder, stack).values()
+        for name, expected in values.items():
+            torch.testing.assert_close(handle.get_tensor(name), expected, rtol=0, atol=0, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("method", "form", "packing"),
+    [("gptq", "gptq", "auto_round:auto_gptq"), ("gptq", "gptq", None), ("gptq", "gptq_v2", "auto_round:gptqmodel"),
+     ("awq", "gemm", "auto_round:auto_awq")],
+)  # fmt: skip
+def test_a_folder_of_autoround_has_the_layout_that_it_names(tmp_path: Path, method: str, form: str, packing: str | None) -> None:
+    values = _write(tmp_path, method, form=form)
+    _state(tmp_path, quant_method="auto-round", packing_format=packing, version=None, checkpoint_format=None, data_type="int", sym=False)
+    _require(tmp_path, values)
+
+
+OWN: dict[str, tuple[int, int] | None] = {"0.mlp.up_proj": (8, GROUP), "0.self_attn.v_proj": (4, 32), "1.mlp.gate_proj": None}
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        {"dynamic": {r"-:.*1\.mlp\.gate_proj": {}, r"+:.*0\.mlp\.up_proj": {"bits": 8, "sym": False}, ".*v_proj": {"group_size": 32}}},
+        {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "data_type": "int",
+         "extra_config": {"model.layers.1.mlp.gate_proj": {"bits": 16, "data_type": "float"}, "model.layers.0.mlp.up_proj": {"bits": 8},
+                          "model.layers.0.self_attn.v_proj": {"group_size": 32}}},
+    ],
+)  # fmt: skip
+def test_modules_may_have_bits_and_groups_of_their_own(tmp_path: Path, stated: dict[str, Any]) -> None:
+    values = _write(tmp_path, "gptq", own=OWN)
+    _state(tmp_path, **stated)
+    _require(tmp_path, values)
+
+
 EARLY = {
     "awq": ("quant_config.json", {"zero_point": True, "q_group_size": GROUP, "w_bit": 4, "version": "GEMM"}),
     "gptq": ("quantize_config.json", {"bits": 4, "group_size": GROUP, "damp_percent": 0.01, "desc_act": False, "sym": False}),
@@ -100,15 +152,19 @@ def test_an_early_folder_of_autoawq_or_autogptq_says_its_form_in_a_file_of_its_o
     [
         ("awq", {"version": "gemv"}, r"awq \(4 bits, format gemv, groups of 16\); lmworks reads"),
         ("gptq", {"bits": 3}, r"gptq \(3 bits"), ("gptq", {"group_size": None}, "groups of None"),
-        ("gptq", {"bits": 8}, r"(qweight|qzeros) has shape .* and not .*; its quantization_config is that of another model"),
-        ("gptq", {"group_size": 8}, r"scales has shape \(\d, \d+\) and not \(\d, \d+\)"),
+        ("gptq", {"bits": 8}, r"qzeros has shape .* and not .*; its quantization_config \(8 bits in groups of 16\) is that of"),
+        ("gptq", {"group_size": 8}, r"(scales|qzeros) has shape \(\d, \d+\) and not \(\d, \d+\)"),
+        ("gptq", {"dynamic": {"+:a": {"bits": 3}}}, r"gptq \(dynamic '\+:a': 3 bits, format gptq"),
+        ("gptq", {"dynamic": {"+:a": {"format": "marlin"}}}, r"its dynamic gives '\+:a' another format, which lmworks does not read"),
+        ("gptq", {"dynamic": ["a"]}, "its dynamic gives 'dynamic' another form"),
+        ("gptq", {"quant_method": "auto-round", "packing_format": "auto_round:fp8"}, r"auto-round \(4 bits, format auto_round:fp8"),
+        ("gptq", {"quant_method": "auto-round", "data_type": "int", "extra_config": {"a": {"data_type": "mx_fp"}}},
+         "its extra_config gives 'a' another data_type"),
     ],
 )  # fmt: skip
 def test_other_forms_are_refused(tmp_path: Path, method: str, changes: dict[str, Any], reason: str) -> None:
     _write(tmp_path, method)
-    config = read_json(tmp_path / "config.json")
-    config["quantization_config"] |= changes
-    write_json(tmp_path / "config.json", config)
+    _state(tmp_path, **changes)
     with pytest.raises(UserError, match=reason):
         read_model(tmp_path)
 

@@ -12,11 +12,12 @@ from lmworks.ablate import cost as costs
 from lmworks.ablate.document import cost_text, save
 from lmworks.ablate.resolve import RESULTS, Experiment, resolve
 from lmworks.ablate.results import Results
-from lmworks.ablate.run_set import Run, only_one, prepare_data, save_arms, take_directory
+from lmworks.ablate.run_set import Run, prepare_data, save_arms, take_directory
 from lmworks.ablate.runs import Runner, described
 from lmworks.errors import UserError
 from lmworks.host import machine
-from lmworks.io.files import write_text
+from lmworks.io.destinations import require_folder
+from lmworks.io.files import only_one, write_text
 from lmworks.pages.ablation_page import write_ablation_page
 from lmworks.run.runner import StageEvent
 from lmworks.watch.ledger import RunLock
@@ -73,6 +74,7 @@ def run_ablation(
     Raises `UserError` for what concerns all runs, and `Interrupted` when asked to stop; the same call goes on.
     """
     experiment = open_experiment(path, options)
+    require_folder(experiment.out)
     with _lock(experiment, options):
         take_directory(experiment.out, "an ablation")
         if experiment.ablation.equal == "tokens":

@@ -10,11 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lmworks.ablate.run_set import Arm, Run, RunSet, only_one, shared_bytes
+from lmworks.ablate.run_set import Arm, Run, RunSet, shared_bytes
 from lmworks.ablate.runs import end_with_parent, server
 from lmworks.errors import UserError
 from lmworks.host import machine
-from lmworks.io.files import read_json, write_json
+from lmworks.io.files import only_one, read_json, write_json
 from lmworks.pages.read_run import read_run
 from lmworks.plan.costs import disk
 from lmworks.plan.counts import flops_per_token

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -24,7 +23,7 @@ from pydantic import AfterValidator
 from lmworks.checkpoint import listing
 from lmworks.corpus.read.snapshot import list_files as source_files
 from lmworks.errors import UserError
-from lmworks.io.files import explain_os_errors, link_tree, try_lock
+from lmworks.io.files import explain_os_errors, link_tree, only_one
 from lmworks.io.run_layout import MODEL_STAGES
 from lmworks.recipe.changes import Change, as_tree, canonical, changed_keys, readers
 from lmworks.recipe.load import Resolved, load_recipe, load_resolved
@@ -246,7 +245,6 @@ def _changed(arm: Arm, begun: Path) -> list[Change]:
 
 
 _STAGES = [stage for stage in STAGES if stage.name in DATA_STAGES]
-_POLL = 1.0
 
 
 def prepare_data(runs: RunSet, on_event: Callable[[StageEvent], None], on_wait: Callable[[str], None]) -> None:
@@ -259,24 +257,6 @@ def prepare_data(runs: RunSet, on_event: Callable[[StageEvent], None], on_wait: 
             with only_one(directory, partial(on_wait, f"another process prepares the data in {directory}; waiting for it")):
                 _prepare(runs, arm, directory, on_event)
             made.append(directory)
-
-
-@contextmanager
-def only_one(path: Path, on_wait: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Hold the lock beside a file or directory, after waiting for another process that holds it."""
-    with explain_os_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fd = os.open(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o644)
-    told = False
-    try:
-        while not try_lock(fd):
-            if not told:
-                on_wait()
-            told = True
-            time.sleep(_POLL)
-        yield
-    finally:
-        os.close(fd)
 
 
 def _prepare(runs: RunSet, arm: Arm, directory: Path, on_event: Callable[[StageEvent], None]) -> None:

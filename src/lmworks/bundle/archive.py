@@ -21,6 +21,7 @@ from lmworks.bundle.pseudonyms import Kind
 from lmworks.bundle.redact import Redactor
 from lmworks.doctor.report import as_document
 from lmworks.errors import UserError
+from lmworks.io.destinations import require_new
 from lmworks.io.files import write_bytes
 from lmworks.io.masking import MASK, SECRET_NAME
 from lmworks.io.urls import NAME as CREDENTIALS
@@ -75,8 +76,7 @@ class Bundle:
 
     def write(self, path: Path) -> int:
         """Write the archive to a new file; returns its size. Raises `UserError` if the file exists."""
-        if path.exists() or path.is_symlink():
-            raise UserError(f"{path} exists and is not overwritten; give another file with --out")
+        require_new(path)
         data = self.archive()
         assert len(data) <= MOST_BYTES, len(data)
         write_bytes(path, data)

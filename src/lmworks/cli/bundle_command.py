@@ -40,9 +40,10 @@ def bundle(
     Shows the files first, and asks. lmworks doctor reads the archive as it reads the run.
     """
     from lmworks.bundle.archive import collect
+    from lmworks.io.destinations import require_new
 
-    if not list_only and out.exists():
-        raise UserError(f"{out} exists and is not overwritten; give another file with --out")
+    if not list_only:
+        require_new(out)
     found = collect(Path(run), _preflight(Path(run)) if preflight else None)
     written = None if list_only else out
     if not as_json:

@@ -10,6 +10,7 @@ import typer
 from lmworks.cli.evaluate_commands import benchmarks
 from lmworks.cli.options import DeviceOption, JsonOption, console, device_of, print_json
 from lmworks.errors import UserError
+from lmworks.io.destinations import require_file, require_folder
 from lmworks.ui.exit_codes import ExitCode
 
 if TYPE_CHECKING:
@@ -57,6 +58,8 @@ def compare(
     from lmworks.evaluate.tables import printable_comparison
     from lmworks.pages.model_pages import write_comparison_page
 
+    if html is not None:
+        require_file(html, "--html")
     named = None if tasks is None else benchmarks(tasks, form, shots, None, False)
     document = compare(gather(models, Asked(named, items, cache, device_of(device))), examples)
     if html is not None:
@@ -161,6 +164,7 @@ def quantize(
     schemes = [with_limits(one, limit or []) for one in chosen(to)]
     sets = tuple(benchmarks(tasks, "cloze", None, data, False)) if tasks else ()
     folder = out or default_out(model)
+    require_folder(folder)
     options = Options(held_out, calibration, tokens, tuple(python or ()), sets, items)
     schemes, missing = available(schemes, options.pythons)
     document = quantize(model, schemes, folder, options)

@@ -145,7 +145,9 @@ def train(
 ) -> None:
     """Train a classifier on labeled texts, or on positive and negative examples; calibrate it, and evaluate it on held-out documents."""
     from lmworks.corpus.transform.quality_training import train as learn
+    from lmworks.io.destinations import require_file
 
+    require_file(file, "FILE")
     made = learn(*texts.read(), method=method, ngram=ngram, bits=bits)
     made.save(file)
     _print(made.report, made.fingerprint, as_json)

@@ -1,6 +1,6 @@
 """`lmworks data`: the batch of any step, epochs per source, mixture changes, verification, import and cache of token files.
 
-`lmworks tokenizer`: evaluate a tokenizer, measure drift, and choose a vocabulary size.
+`lmworks tokenizer`: evaluate a tokenizer, measure drift, choose a vocabulary size, and convert one of another form.
 """
 
 from __future__ import annotations
@@ -231,6 +231,16 @@ def register_tokenizer(noun: typer.Typer) -> None:
     noun.command("eval")(evaluate)
     noun.command("drift")(drift)
     noun.command("sizes")(sizes)
+    noun.command("convert")(convert)
+
+
+def convert(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of a model with tokenizer.model, spiece.model or tekken.json.")],
+) -> None:
+    """Write tokenizer.json into the folder of a model whose tokenizer is one of SentencePiece, or Mistral's tekken.json."""
+    from lmworks.tokenizer.convert import convert
+
+    console().print(f"wrote {convert(folder)}", markup=False)
 
 
 def evaluate(

@@ -76,7 +76,9 @@ def write(
     from lmworks.deploy.sizing import cpu as cpu_of
     from lmworks.deploy.sizing import detect, parse_gpus, scenario_of
     from lmworks.deploy.source import open_source, require_certified
+    from lmworks.io.destinations import require_empty
 
+    require_empty(Path(out))
     engine_of(engine), scenario_of(scenario)
     require_host(host)
     if gpus is not None and cpu:
@@ -147,8 +149,10 @@ def record(
     """Record a model's answers to fixed questions, for deployments on machines that cannot load it in fp32, or of its quantized form."""
     from lmworks.deploy.request import record as record_of
     from lmworks.deploy.source import open_source
+    from lmworks.io.destinations import require_file
     from lmworks.io.files import write_json
 
+    require_file(Path(out))
     answers = record_of(open_source(Path(model), None, name))
     write_json(Path(out), answers)
     tokens = sum(len(item["tokens"]) for item in answers["items"])

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     import torch
 
     from lmworks.evaluate.harness.running import HarnessOptions
+    from lmworks.evaluate.results_folder import Origin
     from lmworks.recipe.schema.artifacts import RopeExtension
 
 
@@ -51,16 +51,18 @@ def evaluate_with_harness(
     target: str, options: HarnessOptions, out: Path | None, as_json: bool, device: torch.device, rope: RopeExtension | None = None
 ) -> None:  # fmt: skip
     """Run tasks of lm-evaluation-harness on a model, and print or write what it reports."""
-    from lmworks.evaluate.harness.running import record, run, table
+    from lmworks.evaluate.harness.running import evaluated, record, run, table
     from lmworks.weights.open import open_model
 
+    origin = _origin(target, rope, out)
     opened = open_model(target, device, rope=rope)
     found = run(opened, options)
-    results = record(opened, found, out)
-    if as_json:
-        print_json(results)
-    else:
-        console().print(table(opened.name, found))
+    one = evaluated(opened, found)
+    try:
+        if out is not None and origin is not None:
+            one = record(one, found, out, origin)
+    finally:  # what was measured is not lost where it cannot be written
+        print_json(one.document) if as_json else console().print(table(one.name, found))
 
 
 def harness_options(
@@ -326,25 +328,41 @@ def _evaluate_model(
     target: str, wanted: list[Any], most: int, out: Path | None, show_failures: bool, device: torch.device, as_json: bool,
     rope: RopeExtension | None = None,
 ) -> None:  # fmt: skip
+    from lmworks.evaluate import results_folder
     from lmworks.evaluate.tables import scores_table
     from lmworks.run.model_evaluation import evaluate
 
-    with tempfile.TemporaryDirectory() if show_failures and out is None else nullcontext(out) as place:
-        folder = None if place is None else Path(place)
-        results = evaluate(target, wanted, most, folder, device, rope)
-        (model,) = results["models"].values()
-        if not model["scores"] and (missing := model["unavailable"]):
-            name, why = next(iter(missing.items()))
-            raise UserError(
-                f"nothing was scored: {name}: {why}; give the rows as files with --data DIR, or read them where they can be loaded"
-            )
-        if show_failures and folder is not None:
-            results["failures"] = _failures(folder, list(results["models"]))
-    if as_json:
-        print_json(results)
-        return
-    console().print(scores_table(results))
-    _print_failures(results.get("failures", {}))
+    origin = _origin(target, rope, out)
+    one = evaluate(target, wanted, most, device, rope)
+    if not one.model["scores"] and (missing := one.model["unavailable"]):
+        name, why = next(iter(missing.items()))
+        raise UserError(
+            f"nothing was scored: {name}: {why}; give the rows as files with --data DIR, or read them where they can be loaded"
+        )
+    results = one.document
+    try:
+        if out is not None and origin is not None:
+            one = results_folder.add(out, one, origin)
+            results = one.document
+        if show_failures:
+            with tempfile.TemporaryDirectory() as place:
+                results["failures"] = _failures(Path(place), [results_folder.add(Path(place), one).name])
+    finally:  # what was measured is not lost where it cannot be written
+        if as_json:
+            print_json(results)
+        else:
+            console().print(scores_table(results))
+            _print_failures(results.get("failures", {}))
+
+
+def _origin(target: str, rope: RopeExtension | None, out: Path | None) -> Origin | None:
+    """What `--out` records of a model. This comes before the model is opened. Raises `UserError` if nothing can be added to the folder."""
+    from lmworks.evaluate.results_folder import Origin, require_usable
+
+    if out is None:
+        return None
+    require_usable(out)
+    return Origin.of(target, rope)
 
 
 def _failures(folder: Path, names: Sequence[str] | None = None) -> dict[str, Any]:

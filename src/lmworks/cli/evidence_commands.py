@@ -13,6 +13,7 @@ import typer
 from lmworks.cli.options import JsonOption, RunArgument, console, print_json
 from lmworks.errors import UserError
 from lmworks.host import machine
+from lmworks.io.destinations import require_file
 from lmworks.io.files import write_json
 from lmworks.ui.exit_codes import ExitCode
 
@@ -89,8 +90,9 @@ def analyze(
 
     out = corpus_of(where)
     folder = tokenizer or (out.parent / "tokenizer" if (out.parent / "tokenizer" / "tokenizer.json").is_file() else None)
-    found = measure(out, _Tokens(folder) if folder else None, parts, machine.cores())
     place = page or out.parent / "corpus.html"
+    require_file(place, "--page")
+    found = measure(out, _Tokens(folder) if folder else None, parts, machine.cores())
     write_json(out / "analysis.json", found)
     write_corpus_page(place, found)
     if as_json:

@@ -40,12 +40,15 @@ def init(
     """Look at the files of a folder, and write a commented recipe that trains on them. Nothing is overwritten or sent."""
     from lmworks.init.propose import propose
     from lmworks.init.write import one_line, shell, write_new
+    from lmworks.io.destinations import require_new
     from lmworks.ui.amounts import amount, size
 
     try:
         seconds = None if time is None else float(Seconds.parse(time))
     except ValueError as error:
         raise UserError(f"--time: {error}") from None
+    if output is not None:
+        require_new(output, "--output")
     made = propose(folder, start_from, seconds, cluster, lambda name: str(output or f"{name}.yaml"))
     path = output or Path(f"{made.name}.yaml")
     write_new(path, made.text)

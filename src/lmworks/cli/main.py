@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from lmworks.cli import start  # isort: skip  # before all that takes time
+
 import errno
 import io
 import os
 import sys
 import traceback
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
 from typing import Annotated, Any, NoReturn, TextIO
@@ -22,7 +25,6 @@ from lmworks.ui.exit_codes import ExitCode
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help="Train language models, from raw text to serving.")
 COMPLETE = "_LMWORKS_COMPLETE"  # set by the shell function of `lmworks --show-completion`
-_INTERRUPTED = "interrupted; finished work is kept, and the same command resumes it"
 
 
 @app.callback(invoke_without_command=True)
@@ -78,10 +80,21 @@ def command_tree() -> Any:
 
 def main() -> None:
     """Entry point. Errors are one line; exit codes are those of `ExitCode`."""
+    debug = "--debug" in sys.argv
+    try:
+        _main(debug)
+    except KeyboardInterrupt as stop:
+        _fail(stop, start.INTERRUPTED, ExitCode.INTERRUPTED, debug)
+
+
+def _main(debug: bool) -> None:
     from lmworks.ui.terminal import Interrupted, Preempted
 
-    debug = "--debug" in sys.argv
-    command = command_tree()
+    start.importing()
+    try:
+        command = command_tree()
+    finally:
+        start.imported()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             with suppress(OSError):  # fails for a stream that a rank has redirected from a file to a pipe
@@ -95,8 +108,8 @@ def main() -> None:
         _fail(stop, str(stop), ExitCode.PREEMPTED, debug)
     except Interrupted as stop:
         _fail(stop, str(stop), ExitCode.INTERRUPTED, debug)
-    except (KeyboardInterrupt, typer.Abort) as stop:
-        _fail(stop, _INTERRUPTED, ExitCode.INTERRUPTED, debug)
+    except typer.Abort as stop:
+        _fail(stop, start.INTERRUPTED, ExitCode.INTERRUPTED, debug)
     except UserError as error:
         _fail(error, f"error: {error}", ExitCode.USER_ERROR, debug)
     except BrokenPipeError:  # the reader of our output, such as head, has closed the pipe
@@ -107,6 +120,8 @@ def main() -> None:
             raise
         code = ExitCode.BROKEN_PIPE  # rich, also that of typer's help, ends the program with 1
     except Exception as error:
+        if any(isinstance(one, KeyboardInterrupt) for one in _causes(error)):
+            _fail(error, start.INTERRUPTED, ExitCode.INTERRUPTED, debug)
         if hasattr(error, "format_message"):  # an error of the parser; empty if it has printed the help
             from lmworks.cli.habits import answer
 
@@ -158,6 +173,13 @@ def _invoke(command: Any, arguments: list[str]) -> int:
     return code
 
 
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The errors from which one was raised: code that imports or calls back puts its own in the place of a Ctrl-C."""
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
 def _stop_behind(error: Exception) -> Exception | None:
     """Of an error in a rank that was asked to stop, which it has from the end of another rank: the stop."""
     if "RANK" not in os.environ:
@@ -187,6 +209,8 @@ def _fail(error: BaseException, message: str, code: ExitCode, debug: bool) -> No
             _discard(stream)
     sys.exit(code)
 
+
+start.imported()
 
 if __name__ == "__main__":
     main()

@@ -51,6 +51,7 @@ def profile(
     import os
 
     from lmworks.errors import UserError
+    from lmworks.io.destinations import require_file
     from lmworks.profile.render import render, render_out_of_memory
     from lmworks.profile.report import from_plain
     from lmworks.profile.run import OutOfMemory
@@ -59,8 +60,10 @@ def profile(
     from lmworks.profile.target import open_target
     from lmworks.recipe.schema.layout import world_size
 
-    if trace is not None and not trace.absolute().parent.is_dir():
-        raise UserError(f"--trace {trace}: the folder does not exist; give a file in one that does")
+    if trace is not None:
+        if not trace.absolute().parent.is_dir():
+            raise UserError(f"--trace {trace}: the folder does not exist; give a file in one that does")
+        require_file(trace, "--trace")
     opened = open_target(target, overrides, size, stage, phase)
     ranks = world_size(opened.recipe.layout)
     if ranks > 1 and "RANK" not in os.environ:

@@ -21,7 +21,8 @@ from lmworks.deploy.sizing import Hardware, fit, scenario_of
 from lmworks.deploy.source import Source
 from lmworks.errors import UserError
 from lmworks.export.gguf import weight_bits
-from lmworks.io.files import require_empty, whole_directory, write_json, write_text
+from lmworks.io.destinations import require_empty
+from lmworks.io.files import whole_directory, write_json, write_text
 from lmworks.recipe.weight_files import INDEX, left_aside
 from lmworks.weights.huggingface import PICKLED, only_pickled
 from lmworks.weights.verified import hash_files, verify_export

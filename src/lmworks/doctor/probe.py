@@ -20,8 +20,10 @@ from lmworks.errors import UserError
 from lmworks.io.run_layout import BASE
 from lmworks.run.replay import bad_batches, load_bad
 from lmworks.watch.batch_growth import timeline_of
+from lmworks.watch.evidence import Evidence
 from lmworks.watch.probes import Probed, ProbeRecord
 from lmworks.watch.rule import Measurement
+from lmworks.watch.run_files import open_run
 from lmworks.weights.run_models import folder
 
 _SAMPLED = 1 << 22  # elements of the weights, and of the optimizer's state, that are compared
@@ -36,13 +38,15 @@ def probe(run: Recomputation, began: Callable[[str], None] = lambda title: None)
     """Run all probes; what they measured, and by title why a probe could not run. `began` is called with the title of each."""
     found: list[Probed] = []
     lacking: dict[str, str] = {}
+    times = [event.get("time") for event in Evidence(open_run(run.run_dir), run.stage).events]
+    seen = next((float(time) for time in reversed(times) if isinstance(time, int | float)), None)
     for title, one in PROBES.items():
         began(title)
         try:
             found += one(run)
         except (UserError, ValueError, LookupError, RuntimeError) as error:  # the last: out of memory, a damaged tensor
             lacking[title] = (str(error).splitlines() or [type(error).__name__])[0][:200]
-    return ProbeRecord(run.stage.stage, run.step, run.checkpoint.name, round(time.time(), 3), found, lacking)
+    return ProbeRecord(run.stage.stage, run.step, run.checkpoint.name, round(time.time(), 3), found, lacking, seen)
 
 
 def _not_finite(run: Recomputation) -> Iterator[Probed]:

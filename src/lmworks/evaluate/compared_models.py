@@ -10,13 +10,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from lmworks import __version__
 from lmworks.checkpoint import listing
 from lmworks.errors import UserError
+from lmworks.evaluate import results_folder
 from lmworks.evaluate.bits_per_byte import DocumentBits, document_bits, held_out
 from lmworks.evaluate.evaluate import evaluate_model
 from lmworks.evaluate.logprobs import BatchedLogProbs
@@ -25,29 +25,27 @@ from lmworks.evaluate.sets.benchmarks import CHOICE, GENERATION, contents
 from lmworks.evaluate.sets.items import FORMS
 from lmworks.evaluate.sets.scoring import training_flops
 from lmworks.io import files
+from lmworks.io.destinations import require_folder
 from lmworks.io.run_layout import BASE, of_checkpoint, up_to
 from lmworks.recipe.changes import canonical
 from lmworks.recipe.load import load_resolved
 from lmworks.recipe.schema.evaluate import Benchmark
 from lmworks.ui.terminal import console
-from lmworks.weights.open import open_model
-from lmworks.weights.run_models import final_model, folder
+from lmworks.weights.open import open_model, weights_hash
+from lmworks.weights.run_models import final_model
 
 Texts = Mapping[str, Sequence[str]]
 
 
 @dataclass(frozen=True)
 class Source:
-    """One side of a comparison as it was named, the run that it belongs to, if any, and the folder of its evaluation, if there is one.
-
-    `which` is the name of a model of the run, for its final weights."""
+    """One side of a comparison as it was named, the run that it belongs to, if any, and the folder of its evaluation, if there is one."""
 
     where: str
     label: str
     run: Path | None = None
     evaluation: tuple[Path, str] | None = None
     table: Path | None = None
-    which: str = ""
     note: str = ""
 
 
@@ -117,11 +115,11 @@ def _run(where: str, run: Path, chosen: str) -> Source:
     which = chosen or final_model(run)
     evaluation = run / "evaluate"
     if not (evaluation / f"outcomes-{which}.jsonl").is_file():
-        return Source(where, f"{name}@{which}", run, which=which)
+        return Source(where, f"{name}@{which}", run)
     if _is_stale(run, which):
         note = f"{evaluation} is of an earlier model, so it was evaluated again"
-        return Source(where, f"{name}@{which}", run, which=which, note=note)
-    return Source(where, f"{name}@{which}", run, (evaluation, which), which=which)
+        return Source(where, f"{name}@{which}", run, note=note)
+    return Source(where, f"{name}@{which}", run, (evaluation, which))
 
 
 def _is_stale(run: Path, which: str) -> bool:
@@ -138,7 +136,7 @@ def _evaluation(where: str, path: Path, chosen: str) -> Source:
     if not names:
         raise UserError(f"{path} has results but no outcomes of items; evaluate again with: lmworks evaluate MODEL --out {path}")
     if chosen not in ("", *names) or (not chosen and len(names) > 1):
-        raise UserError(f"{where}: {path} has the results of {' and '.join(names)}; name one as {path}@{names[0]}")
+        raise UserError(f"{path} has the results of {' and '.join(names)}; name one as {path}@{names[0]}")
     chosen = chosen or names[0]
     return Source(where, f"{path.resolve().name}@{chosen}" if len(names) > 1 else path.resolve().name, evaluation=(path, chosen))
 
@@ -197,13 +195,14 @@ def _formulated(listed: Benchmark | None, answers: Answers) -> Benchmark | None:
 def _compute(source: Source, benchmarks: Sequence[Benchmark], texts: Texts, asked: Asked) -> Results:
     """Evaluate a model, or read what an earlier comparison has found."""
     key = {
-        "weights": _identity(source), "benchmarks": contents(benchmarks), "items": asked.items,
+        "weights": weights_hash(source.where), "benchmarks": contents(benchmarks), "items": asked.items,
         "texts": hashlib.sha256(canonical({domain: list(part) for domain, part in texts.items()})).hexdigest(),
         "device": str(asked.device), "lmworks": __version__,
     }  # fmt: skip
     name = re.sub(r"[^\w.@-]+", "-", source.label).strip("-.")[:60]
     out_dir = asked.cache / f"{name}-{hashlib.sha256(canonical(key)).hexdigest()[:12]}"
     if not (out_dir / "results.json").is_file():
+        require_folder(out_dir, "--cache")
         _evaluate(source, benchmarks, texts, asked, out_dir)
     console.print(f"outcomes of {source.label}: {out_dir}", style="dim")
     return read_results(out_dir, names_in(out_dir)[0], source.label)
@@ -218,16 +217,4 @@ def _evaluate(source: Source, benchmarks: Sequence[Benchmark], texts: Texts, ask
         label = f"{opened.name}: held-out text"
         documents = document_bits(texts, opened.tokenizer, opened.tokenizer.vocab_size, logprobs, opened.context, label)
     flops = training_flops(recipe, opened.model.config) if recipe else None
-    evaluate_model(opened, benchmarks, asked.items, flops=flops, out_dir=out_dir, documents=documents)
-
-
-def _identity(source: Source) -> Any:
-    """What changes when the weights do: hashes of a checkpoint's tensors, or names, sizes and times of the files of a folder."""
-    path = Path(source.where).expanduser()
-    if source.run is None or (path.is_dir() and listing.is_name(path.name)):
-        times = [[one.name, one.stat().st_size, one.stat().st_mtime_ns] for one in sorted(path.iterdir()) if one.is_file()]
-        return listing.content_of(path) or times
-    chosen = source.where.rpartition("@")[2]
-    if chosen.isdecimal():
-        return listing.content_of(folder(source.run, "base") / listing.name_of(int(chosen)))
-    return listing.content(folder(source.run, source.which or BASE.model))
+    results_folder.add(out_dir, evaluate_model(opened, benchmarks, asked.items, flops=flops, documents=documents))

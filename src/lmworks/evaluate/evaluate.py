@@ -29,9 +29,10 @@ from lmworks.evaluate.generation.scoring import measure as measure_generation
 from lmworks.evaluate.logprobs import BatchedLogProbs
 from lmworks.evaluate.records import START, EvaluationResults, forgetting, not_compared, write_records
 from lmworks.evaluate.results import read_results
+from lmworks.evaluate.results_folder import Evaluated
 from lmworks.evaluate.sets.benchmarks import check_local, check_names
 from lmworks.evaluate.sets.items import FORMS, Form
-from lmworks.evaluate.sets.scoring import measure, training_flops
+from lmworks.evaluate.sets.scoring import NOT_CLEAN, measure, training_flops
 from lmworks.evaluate.sets.sources import PACKAGE
 from lmworks.host.devices import dtype_for
 from lmworks.io import files
@@ -118,7 +119,6 @@ def start_is_missing(out_dir: Path, reason: str) -> dict[str, Any]:
     return results
 
 
-NOT_CLEAN = ", not clean"
 _HOW_SCORES = (
     f"SET/FORM/SHOTS-shot; sets of {PACKAGE} unless the recipe names other data; cloze: the likeliest choice per byte wins (by_norm has "
     "other normalizations); letters: the likeliest letter; free: the answer that is read from a greedy reply; a fixed sample by hash of "
@@ -197,14 +197,13 @@ _COMPARED = ("difference", "interval", "n", "p", "adjusted_p", "minimum_detectab
 
 
 def evaluate_model(
-    opened: OpenModel, benchmarks: Sequence[Benchmark], most: int, *, flops: float | None = None, out_dir: Path | None = None,
+    opened: OpenModel, benchmarks: Sequence[Benchmark], most: int, *, flops: float | None = None,
     doubt: Callable[[str, list[Question]], str | None] | None = None, documents: Sequence[DocumentBits] = (),
-) -> dict[str, Any]:  # fmt: skip
-    """Score a model on benchmark sets; a document like `results.json` of the evaluation stage, with `models` and `not_clean`.
+) -> Evaluated:  # fmt: skip
+    """Score a model on benchmark sets.
 
     `most` is the number of items per set where a benchmark has none; `flops` what its training took, if known, which decides on the form.
     `doubt` says why the scores of a set may be on trained text. `documents` are the bits of held-out documents, if they were measured.
-    With `out_dir`, results.json and the records (`evaluate/records.py`) are written there; models that are there already are kept.
     Raises `UserError` for sets that do not exist and data that cannot be read.
     """
     check_names(benchmarks)
@@ -217,17 +216,4 @@ def evaluate_model(
     model: dict[str, Any] = {"context": opened.context, "dtype": dtype, "scores": found.scores, "unavailable": found.unavailable}
     if documents:
         model["bits_per_byte"] = {domain: value.to_json() for domain, value in by_domain(documents).items()}
-    results: dict[str, Any] = {"models": {opened.name: model}, "not_clean": not_clean}
-    if out_dir is not None:
-        write_results(out_dir, results, found)
-    return results
-
-
-def write_results(out_dir: Path, results: dict[str, Any], found: EvaluationResults) -> None:
-    """Write the results of one model and its records into `out_dir`; models that are there already are kept."""
-    [name] = results["models"]
-    out_dir.mkdir(parents=True, exist_ok=True)
-    before = files.read_json(out_dir / "results.json") if (out_dir / "results.json").exists() else {}
-    whole = {key: {**before.get(key, {}), **results[key]} for key in ("models", "not_clean")}
-    write_records(out_dir, name, found, add=True)
-    files.write_json(out_dir / "results.json", whole)
+    return Evaluated(opened.name, model, not_clean, found)

@@ -15,7 +15,8 @@ from lmworks.deploy.source import Source, open_source
 from lmworks.errors import UserError
 from lmworks.handover.megatron import Argument, copies, mapping, model_arguments, require_bijection
 from lmworks.handover.prompts import Prompts, read_prompts
-from lmworks.io.files import link_or_copy, read_json, rendered, require_empty, whole_directory, write_json, write_text
+from lmworks.io.destinations import require_empty
+from lmworks.io.files import link_or_copy, read_json, rendered, whole_directory, write_json, write_text
 from lmworks.recipe.weight_files import left_aside
 from lmworks.tokenizer import load
 from lmworks.train.data.decontamination import Decontamination

@@ -93,13 +93,14 @@ CHECKS = (
 
 def check_node(node: Node, request: Request, checks: Sequence[Check] = CHECKS) -> Report:
     """Run all checks within the time limit of the request."""
-    began, until = node.now(), time.monotonic() + request.seconds
+    began, start = node.now(), time.monotonic()
+    until = start + request.seconds
     wanted = [check for check in checks if not (request.quick and check.full)]
     found: dict[str, Checked] = {}
     for group in ([check for check in wanted if not check.alone], *([check] for check in wanted if check.alone)):
         for checked in _run(node, request, group, until):
             found[checked.name] = checked
-    return Report(socket.gethostname(), began, node.now(), [found[check.name] for check in wanted], versions(node))
+    return Report(socket.gethostname(), began, began + time.monotonic() - start, [found[check.name] for check in wanted], versions(node))
 
 
 def _run(node: Node, request: Request, checks: Sequence[Check], until: float) -> list[Checked]:

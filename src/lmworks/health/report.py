@@ -37,7 +37,8 @@ class Checked:
 
 @dataclass(frozen=True)
 class Report:
-    """All checks of a node. `began` and `ended` are by its own clock, in seconds since 1970; `versions`: of driver and libraries."""
+    """All checks of a node. `began` is by its own clock, in seconds since 1970, and `ended` is as many seconds later as the checks took;
+    `versions`: of driver and libraries."""
 
     host: str
     began: float

@@ -241,10 +241,13 @@ def _sort(
             found.leave_out("hidden files and folders", path)
         elif entry.is_symlink() and lies_outside(path, root):
             found.leave_out("links that lead out of the folder", path)
+        elif entry.is_symlink() and os.path.exists(path):  # what it means lies elsewhere in the folder, and is read there
+            if entry.is_file() and _ending(os.path.realpath(path)).lower() != _ending(name).lower():
+                found.leave_out("links to files of the folder that have another ending: copy each to the name of its link", path)
         elif entry.is_dir():
             if name in SKIPPED_DIRECTORIES:
                 found.leave_out("folders of tools", path)
-            elif not entry.is_symlink():  # what such a link means lies elsewhere in the folder, and is read there
+            else:
                 folders.append(path)
         elif not entry.is_file():
             found.leave_out("broken links, pipes, sockets and devices", path)

@@ -32,6 +32,7 @@ from lmworks.errors import UserError
 from lmworks.host import machine
 
 _HELD = ".held"  # in a temporary folder; its process holds the lock of it
+_POLL = 1.0  # seconds between two looks at a lock
 _FRESH = 60.0  # seconds in which a temporary folder gets its lock, on the slowest file system
 _MOST_JSON = 1 << 29  # bytes; a tokenizer.json has 35 MB
 _PIECE = 1 << 18
@@ -102,7 +103,15 @@ def explain_os_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise UserError(f"cannot write {path}: {error.strerror}; make its folder writable, or write it elsewhere") from error
+        if isinstance(error, FileExistsError | NotADirectoryError | IsADirectoryError) and (blocked := _in_the_way(error, path)):
+            raise UserError(f"cannot write {path}: {blocked}: {error.strerror}; remove that, or write elsewhere") from error
         raise
+
+
+def _in_the_way(error: OSError, path: Path) -> str:
+    """The one of `path` and the folders above it that an error is about; empty if it is about something else."""
+    own = {str(one) for one in (path, *path.parents)}
+    return next((str(name) for name in (error.filename2, error.filename) if str(name) in own), "")
 
 
 @contextmanager
@@ -123,12 +132,6 @@ def atomic_path(path: Path) -> Iterator[Path]:
             sync_directory(path.parent)
         finally:
             aside.unlink(missing_ok=True)
-
-
-def require_empty(out: Path) -> None:
-    """Raise `UserError` unless `out` is an empty directory or does not exist."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"--out {out} is not an empty directory; choose another, or remove it")
 
 
 @contextmanager
@@ -319,6 +322,24 @@ def try_lock(fd: int) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+@contextmanager
+def only_one(path: Path, on_wait: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Hold the lock beside a file or directory, after waiting for another process that holds it."""
+    with explain_os_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fd = os.open(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o644)
+    told = False
+    try:
+        while not try_lock(fd):
+            if not told:
+                on_wait()
+            told = True
+            time.sleep(_POLL)
+        yield
+    finally:
+        os.close(fd)
 
 
 @contextmanager

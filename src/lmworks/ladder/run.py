@@ -40,6 +40,7 @@ from lmworks.ablate.runs import Runner, described, state_of
 from lmworks.checkpoint import listing
 from lmworks.errors import UserError
 from lmworks.host import machine
+from lmworks.io.destinations import require_folder
 from lmworks.io.files import write_text
 from lmworks.ladder.comparable import require_one_ladder
 from lmworks.ladder.design import Point
@@ -206,6 +207,7 @@ def run_ladder(ladder: RunSet, jobs: int, on_event: Callable[[StageEvent], None]
     Raises `UserError`, and `Interrupted` when asked to stop; the same call goes on.
     """
     out = ladder.out
+    require_folder(out)
     with RunLock(out):
         take_directory(out, "a ladder of runs")
         save_arms(ladder)
@@ -236,6 +238,7 @@ def fit_runs(folder: Path, runs: Sequence[Path]) -> tuple[LossLaw, list[Point]]:
     runs. Raises `UserError`."""
     if (folder / "resolved.json").is_file():
         raise UserError(f"{folder} is a run, not the directory of a ladder; name that before the runs: lmworks ladder fit DIR RUN ...")
+    require_folder(folder, "DIR")
     points = read_points(list(runs))
     with bar("bootstrap", BOOTSTRAPS * (1 + len(split_benchmarks(points)[0]))) as progress:
         law = fit_law(points, UNIT, f"fitted to {len(points)} runs", bootstraps=BOOTSTRAPS, advance=progress.advance)

@@ -60,27 +60,27 @@ class HostChecker:
             return dict(zip((host.name for host in hosts), pool.map(self._check, hosts), strict=True))
 
     def _check(self, host: Host) -> Report:
-        sent = time.time()
+        sent, began = time.time(), time.monotonic()  # the clock may be set meanwhile
         limit = self.seconds + _CONNECT
         try:
             command = self.command(self.script(), host)
             done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=limit, check=False)
         except subprocess.TimeoutExpired:
-            return unreachable(host.name, sent, f"no answer within {limit:.0f} s")
+            return unreachable(host.name, sent, time.monotonic() - began, f"no answer within {limit:.0f} s")
         except OSError as error:
-            return unreachable(host.name, sent, f"{self.command('', host)[0]}: {error.strerror}")
+            return unreachable(host.name, sent, time.monotonic() - began, f"{self.command('', host)[0]}: {error.strerror}")
         try:
             report = Report.from_json(done.stdout.decode("utf-8", errors="replace"))
         except ValueError:
             lines = [line for line in done.stderr.decode("utf-8", errors="replace").splitlines() if line.strip()]
             last = f": {' '.join(lines[-1].split())[:300]}" if lines else ""
-            return unreachable(host.name, sent, f"the check exited with code {done.returncode}{last}")
-        return with_clock(replace(report, host=host.name), sent, time.time())
+            return unreachable(host.name, sent, time.monotonic() - began, f"the check exited with code {done.returncode}{last}")
+        return with_clock(replace(report, host=host.name), sent, sent + time.monotonic() - began)
 
 
-def unreachable(name: str, began: float, why: str) -> Report:
-    """The report of a host that gave none."""
-    return Report(name, began, time.time(), [Checked("answer", "answer", Result("fail", why, "check ssh, and the installation there"))])
+def unreachable(name: str, began: float, seconds: float, why: str) -> Report:
+    """The report of a host that gave none, which was asked at `began` and waited for so many seconds."""
+    return Report(name, began, began + seconds, [Checked("answer", "answer", Result("fail", why, "check ssh, and the installation there"))])
 
 
 def with_clock(report: Report, sent: float, received: float) -> Report:

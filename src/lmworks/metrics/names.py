@@ -74,10 +74,8 @@ _TABLE: tuple[tuple[Any, ...], ...] = (
         "train/effective_sources", "", "exp of the entropy of the sources of the step's valid tokens: 1 if all are from one source",
         SOURCES,
     ),
-    (
-        "train/repeated_rows", "", "share of the first rank's sequences since the line before that equal one of its last 65,536; or, where "
-        "ranks are compared, of the sequences of a step that several ranks have read",
-    ),
+    ("train/repeated_rows", "", "share of the first rank's sequences since the line before that equal one of its last 65,536"),
+    ("train/shared_rows", "", "share of the sequences of a step that several ranks have read", _RANKS, "lower"),
     ("train/ewc", "nats/token", "penalty of elastic weight consolidation, weight included", "a phase with ewc"),
     (
         "attention/logit_max", "", "largest score of attention of the step, before the softmax, over all heads, layers and ranks", _QK_CLIP,

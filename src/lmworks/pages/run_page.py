@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from lmworks.errors import UserError
+from lmworks.io.destinations import require_file
 from lmworks.io.files import write_text
 from lmworks.io.run_layout import BASE, MODEL_STAGES
 from lmworks.pages import overview, tables
@@ -41,6 +42,7 @@ def write_page(run_dir: Path, cluster: Cluster | None = None, others: Sequence[P
     path = run_dir / name if out is None else out / name if out.is_dir() else out
     if out is None and run_dir.is_dir() and not os.access(run_dir, os.W_OK):
         raise UserError(f"{run_dir} cannot be written, as where it is mounted to be read; name a file for the page with --out")
+    require_file(path)
     run, *rest = _named_apart([read_run(one) for one in (run_dir, *others)])
     write_text(path, render(run, cluster, rest))
     return path

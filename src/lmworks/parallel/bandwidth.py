@@ -76,7 +76,8 @@ def pair_speed(peer: int, first: bool, device: torch.device) -> tuple[float, flo
 def clock_offset(peer: int, first: bool) -> tuple[float, float]:
     """Seconds by which the clock of `peer` is ahead of this rank's, and the error of that, at most half of the shortest round trip.
 
-    Called on both ranks, with `first` on the one that asks; the other one returns zeros.
+    Each clock is read once in a round trip, whose length is measured on a clock that nobody sets. Called on both ranks, with `first` on the
+    one that asks; the other one returns zeros.
     """
     stamp, best = torch.zeros(1, dtype=torch.float64), (0.0, float("inf"))
     for _ in range(_SMALL_TIMES):
@@ -85,11 +86,12 @@ def clock_offset(peer: int, first: bool) -> tuple[float, float]:
             stamp[0] = time.time()
             dist.send(stamp, peer)
             continue
-        sent = time.time()
+        sent = time.perf_counter()
         dist.send(stamp, peer)
         dist.recv(stamp, peer)
         received = time.time()
-        best = min(best, (float(stamp[0]) - (sent + received) / 2, (received - sent) / 2), key=lambda one: one[1])
+        half = (time.perf_counter() - sent) / 2  # the peer read its clock at some time of the round trip, which ends here
+        best = min(best, (float(stamp[0]) - received + half, half), key=lambda one: one[1])
     return best if first else (0.0, 0.0)
 
 

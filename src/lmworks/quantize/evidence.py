@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lmworks.evaluate import results_folder
 from lmworks.evaluate.comparison import NothingInCommon, compare
 from lmworks.evaluate.evaluate import evaluate_model
 from lmworks.evaluate.results import Results, read_results
@@ -93,7 +94,7 @@ class Comparison:
     def _scored(self, model: Transformer, name: str) -> Results:
         opened = replace(self.source.opened, model=model, name=name)
         with tempfile.TemporaryDirectory() as folder:
-            evaluate_model(opened, self.benchmarks, self.items, out_dir=Path(folder))
+            results_folder.add(Path(folder), evaluate_model(opened, self.benchmarks, self.items))
             return read_results(Path(folder), name, name)
 
 

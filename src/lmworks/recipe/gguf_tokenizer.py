@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from lmworks.errors import UserError
+from lmworks.recipe.scored_pieces import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER, merges_of
 
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -108,7 +109,6 @@ def _step(regex: str) -> dict[str, Any]:
 
 
 _PREFIX = "tokenizer.ggml."
-_NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 _MOST_ENTRIES = 1 << 20
 _MOST_CHARACTERS = 1 << 24  # of all entries; 262,144 entries have 1.8 million
 _SPACE = "\u2581"
@@ -169,12 +169,12 @@ class _Given:
         if len(set(self.texts)) != len(self.texts):
             twice = Counter(self.texts).most_common(1)[0][0]
             raise UserError(f"its vocabulary has the entry {twice[:50]!r} twice")
-        self.kinds: list[int] = self._list("token_type", int) if f"{_PREFIX}token_type" in metadata else [_NORMAL] * len(self.texts)
+        self.kinds: list[int] = self._list("token_type", int) if f"{_PREFIX}token_type" in metadata else [NORMAL] * len(self.texts)
         if len(self.kinds) != len(self.texts):
             raise UserError(f"its vocabulary has {len(self.texts):,} entries and {len(self.kinds):,} kinds (tokenizer.ggml.token_type)")
         for key in (*_ENDS, "bos_token_id"):  # whatever their kind, they are never text
             if (number := self.token(key)) is not None:
-                self.kinds[number] = _CONTROL
+                self.kinds[number] = CONTROL
 
     def _list(self, key: str, kind: type) -> list[Any]:
         found = self.metadata.get(f"{_PREFIX}{key}")
@@ -196,7 +196,7 @@ class _Given:
     def ends(self) -> list[int]:
         """The ids that end an answer."""
         named = [number for key in _ENDS if (number := self.token(key)) is not None]
-        control = {self.texts[number]: number for number, kind in enumerate(self.kinds) if kind == _CONTROL}
+        control = {self.texts[number]: number for number, kind in enumerate(self.kinds) if kind == CONTROL}
         return list(dict.fromkeys([*named, *(control[text] for text in _END_TEXTS if text in control)]))
 
     def merges(self) -> list[list[str]]:
@@ -210,9 +210,9 @@ class _Given:
 
     def vocabulary(self) -> tuple[dict[str, int], list[dict[str, Any]]]:
         """The ordinary entries, and the added ones. Unused entries behind the last other one are rows of the embedding only."""
-        used = max((number for number, kind in enumerate(self.kinds) if kind != _UNUSED), default=-1) + 1
-        special = {number for number in range(used) if self.kinds[number] in (_CONTROL, _UNKNOWN)}
-        added = special | {number for number in range(used) if self.kinds[number] == _USER}
+        used = max((number for number, kind in enumerate(self.kinds) if kind != UNUSED), default=-1) + 1
+        special = {number for number in range(used) if self.kinds[number] in (CONTROL, UNKNOWN)}
+        added = special | {number for number in range(used) if self.kinds[number] == USER}
         ordinary = max((number for number in range(used) if number not in added), default=-1) + 1
         # added entries behind the last ordinary one are numbered on by the library; any others must be entries to have their ids
         vocabulary = {self.texts[number]: number for number in range(ordinary)}
@@ -274,7 +274,7 @@ def _sentencepiece(given: _Given) -> dict[str, Any]:
     scores: list[float] = given._list("scores", float)
     if len(scores) != len(given.texts):
         raise UserError(f"its vocabulary has {len(given.texts):,} entries and {len(scores):,} scores (tokenizer.ggml.scores)")
-    bytes_ = {text for text, kind in zip(given.texts, given.kinds, strict=True) if kind == _BYTE}
+    bytes_ = {text for text, kind in zip(given.texts, given.kinds, strict=True) if kind == BYTE}
     missing = {f"<0x{byte:02X}>" for byte in range(256)} - bytes_
     if missing:
         raise UserError(f"its tokenizer has no entry for the byte {min(missing)}, which text without other entries needs")
@@ -287,30 +287,9 @@ def _sentencepiece(given: _Given) -> dict[str, Any]:
     unknown = given.token("unknown_token_id")
     model = {
         "unk_token": None if unknown is None else given.texts[unknown], "fuse_unk": True, "byte_fallback": True,
-        "merges": lambda vocabulary: list(_merges_of(given, scores, vocabulary)),
+        "merges": lambda vocabulary: merges_of([*vocabulary], given.kinds, scores),
     }  # fmt: skip
     return _spec(
         given, True, model=model, normalizer={"type": "Sequence", "normalizers": normalizers},
         decoder={"type": "Sequence", "decoders": decoders},
     )  # fmt: skip
-
-
-def _merges_of(given: _Given, scores: Sequence[float], vocabulary: Mapping[str, int]) -> Iterator[list[str]]:
-    """The merges that give the same pieces as the scores. Equal scores are refused: SentencePiece then takes the first pair in the text."""
-    found: list[tuple[float, int, list[str]]] = []
-    seen: dict[float, str] = {}
-    for number, text in enumerate(given.texts):
-        if given.kinds[number] != _NORMAL or len(text) < 2:
-            continue
-        pairs = [[text[:at], text[at:]] for at in range(1, len(text)) if text[:at] in vocabulary and text[at:] in vocabulary]
-        if not pairs:
-            continue
-        if (other := seen.setdefault(scores[number], text)) != text:
-            raise UserError(
-                f"its tokenizer has entries of equal score ({other[:30]!r} and {text[:30]!r}), so that merges depend on their place in the "
-                "text, which tokenizer.json cannot express; take the model in Hugging Face's format"
-            )
-        pairs.sort(key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
-        found += [(-scores[number], at, pair) for at, pair in enumerate(pairs)]
-    found.sort(key=lambda one: one[:2])
-    return (pair for _, _, pair in found)

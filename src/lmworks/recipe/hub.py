@@ -22,7 +22,7 @@ from lmworks.recipe.weight_files import safetensors_of
 _NAMED = re.compile(r"(?P<name>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[^\s@:]+)(:(?P<commit>[0-9a-f]{40}))?)?", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _DEFAULT = "main"
-_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "README.md", "LICENSE*"]
+_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "spiece.model", "merges.txt", "README.md", "LICENSE*"]
 # copies of the model in formats of other programs; of files in folders, only chat templates are taken
 _OTHERS = [*(f"*/{name}" for name in _FILES if name != "*.jinja"), "consolidated*"]
 

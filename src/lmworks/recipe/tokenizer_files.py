@@ -6,10 +6,8 @@ import re
 import shlex
 from pathlib import Path
 
-_PACKAGES = {  # what transformers needs to convert a form, by its file
-    **dict.fromkeys(("tokenizer.model", "spiece.model", "sentencepiece.bpe.model"), ("sentencepiece", "protobuf")),
-    "tekken.json": ("mistral-common",), "merges.txt": (),
-}  # fmt: skip
+SENTENCEPIECE = ("tokenizer.model", "spiece.model")
+TEKKEN = "tekken.json"
 _TIKTOKEN = re.compile(rb"[A-Za-z0-9+/]+=* [0-9]+\r?\n")  # a line of its files
 
 
@@ -21,14 +19,26 @@ def other_form(folder: Path) -> str | None:
             f"{folder} has no tokenizer.json, only {tiktoken.name}, a file of tiktoken, which says neither how text is split nor what the "
             "special tokens are; put the tokenizer.json of this model there, from a repository that has it"
         )
-    found = next((name for name in _PACKAGES if (folder / name).is_file()), None)
-    if found is None:
+    if (convertible := to_convert(folder)) is not None:
+        return f"{folder} has no tokenizer.json, only {convertible.name}; write it: lmworks tokenizer convert {shlex.quote(str(folder))}"
+    if (folder / "sentencepiece.bpe.model").is_file():
+        return (
+            f"{folder} has no tokenizer.json, only sentencepiece.bpe.model, whose pieces the Python class of its tokenizer numbers "
+            "otherwise; put the tokenizer.json of this model there, from a repository that has it"
+        )
+    if not (folder / "merges.txt").is_file():
         return None
     return (
-        f"{folder} has no tokenizer.json, only {found}; write it: pip install {' '.join(['transformers', *_PACKAGES[found]])} && "
+        f"{folder} has no tokenizer.json, only merges.txt; write it: pip install transformers && "
         "python -c 'import sys; from transformers import AutoTokenizer as A; A.from_pretrained(sys.argv[1]).save_pretrained(sys.argv[1])' "
         f"{shlex.quote(str(folder))}"
     )
+
+
+def to_convert(folder: Path) -> Path | None:
+    """The file of which `lmworks tokenizer convert` makes tokenizer.json; None if there is none."""
+    files = [folder / name for name in (*SENTENCEPIECE, TEKKEN)]
+    return next((file for file in files if file.is_file() and not _is_tiktoken(file)), None)
 
 
 def _is_tiktoken(file: Path) -> bool:

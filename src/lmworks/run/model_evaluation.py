@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from lmworks.evaluate import protection
 from lmworks.evaluate.evaluate import evaluate_model
+from lmworks.evaluate.results_folder import Evaluated
 from lmworks.evaluate.sets.scoring import training_flops
 from lmworks.io.run_layout import BASE
 from lmworks.recipe.hub import locate
@@ -24,19 +24,18 @@ from lmworks.weights.run_models import stages_of
 
 
 def evaluate(
-    where: str, benchmarks: Sequence[Benchmark], most: int, out_dir: Path | None, device: torch.device | None = None,
-    rope: RopeExtension | None = None,
-) -> dict[str, Any]:  # fmt: skip
-    """Open a model (`lmworks.weights.open`), whose context `rope` may extend, and score it; the results. Raises `UserError`."""
+    where: str, benchmarks: Sequence[Benchmark], most: int, device: torch.device | None = None, rope: RopeExtension | None = None
+) -> Evaluated:  # fmt: skip
+    """Open a model (`lmworks.weights.open`), whose context `rope` may extend, and score it. Raises `UserError`."""
     where = locate(where)
     opened = open_model(where, device, rope=rope)
     run_dir = run_of(where)
     if run_dir is None:
-        return evaluate_model(opened, benchmarks, most, out_dir=out_dir)
+        return evaluate_model(opened, benchmarks, most)
     recipe = load_resolved(run_dir / "resolved.json")
     searched = search_records(run_dir, recipe, *(stage.stage for stage in (stages_of(recipe) if opened.chat else (BASE,))))
     doubt = partial(protection.doubt, searched=searched, recipe=recipe, corpus_dir=run_dir / "corpus")
-    return evaluate_model(opened, benchmarks, most, flops=training_flops(recipe, opened.model.config), out_dir=out_dir, doubt=doubt)
+    return evaluate_model(opened, benchmarks, most, flops=training_flops(recipe, opened.model.config), doubt=doubt)
 
 
 def run_of(where: str) -> Path | None:

@@ -24,6 +24,7 @@ import numpy as np
 
 from lmworks.errors import UserError
 from lmworks.host.pool import map_unordered
+from lmworks.io.destinations import require_folder
 from lmworks.io.files import atomic_path, explain_damage, read_json, sha256_file, write_json
 from lmworks.shards.build import Job, shuffled
 from lmworks.shards.encode import EncodedWriter, find_encoded
@@ -193,7 +194,8 @@ def import_tokens(
 
 
 def _require_import_folder(out_dir: Path) -> None:
-    """Raise UserError for a folder with files that no import has written."""
+    """Raise UserError for a folder with files that no import has written, or for a path that cannot be one."""
+    require_folder(out_dir)
     if out_dir.exists() and not (out_dir / MANIFEST).exists():
         unknown = next((path.name for path in sorted(out_dir.iterdir()) if path.name not in ("encoded", "train", TOKEN_BYTES)), None)
         if unknown is not None:

@@ -16,6 +16,7 @@ from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.tokenizer_files import other_form
 from lmworks.tokenizer import special
 from lmworks.tokenizer.chat import shipped_template
+from lmworks.tokenizer.convert import name_other_ids
 from lmworks.tokenizer.foreign import ForeignTokenizer
 from lmworks.tokenizer.named import TEMPLATE, TEMPLATES, chat_templates, read_object, tokenizer_files
 from lmworks.tokenizer.tokenizer import Tokenizer
@@ -31,7 +32,9 @@ def load(directory: Path) -> Tokenizer:
     with explain_damage(path):
         added = {token["content"] for token in spec.get("added_tokens") or []}
     ours = added.issuperset(special.REQUIRED) and _has_own_template(Path(directory))
-    return Tokenizer(directory) if ours else ForeignTokenizer(directory)
+    tokenizer = Tokenizer(directory) if ours else ForeignTokenizer(directory)
+    name_other_ids(tokenizer)
+    return tokenizer
 
 
 def _has_own_template(directory: Path) -> bool:

@@ -198,8 +198,8 @@ class FaultHandler:
     ) -> dict[str, float]:
         """Compare the seconds per step that each rank spends outside the step's work (`own`), its arithmetic, and the seconds that it has
         waited for data since the last line: `perf/slowest_rank`, `perf/slowest_excess`, `perf/data_wait_max`, `perf/starved_rank`.
-        And the hashes of its rows of the step: `train/repeated_rows`, where ranks that should read different ones (`reader`) have read
-        the same.
+        And the hashes of its rows of the step: `train/shared_rows`, the share that ranks that should read different ones (`reader`) have
+        read several times.
 
         Empty alone. A rank that is slow in one of the first two for several comparisons is named.
         """
@@ -220,6 +220,5 @@ class FaultHandler:
             "perf/slowest_rank": slowest, "perf/slowest_excess": excess, "perf/data_wait_max": waits[starved], "perf/starved_rank": starved,
         }  # fmt: skip
         read = Counter(row for one in dict(zip(readers, batches, strict=True)).values() for row in set(one))
-        if shared := sum(times - 1 for times in read.values()):
-            found["train/repeated_rows"] = shared / sum(read.values())
-        return found
+        shared, rows_read = sum(times - 1 for times in read.values()), sum(read.values())
+        return found | {"train/shared_rows": shared / max(1, rows_read)}

@@ -36,7 +36,8 @@ class Probed:
 @dataclass(frozen=True)
 class ProbeRecord:
     """What the probes of a stage have measured, at `time` (seconds since 1970). `step` is that of the newest checkpoint, whose folder is
-    `checkpoint`. `lacking`: by title, why a probe could not run."""
+    `checkpoint`. `lacking`: by title, why a probe could not run. `seen`: the time of the newest event of the stage in the ledger
+    then, which finds its place there: the clock of the run may be another one, and either may be set."""
 
     stage: str
     step: int
@@ -44,11 +45,13 @@ class ProbeRecord:
     time: float
     probed: Sequence[Probed]
     lacking: Mapping[str, str] = field(default_factory=dict)
+    seen: float | None = None
 
     def keep(self, run_dir: Path) -> None:
         """Write it beside the metrics of the stage, atomically. Raises `UserError` or `OSError` for a folder that cannot be written."""
         write_json(of_stage(self.stage).place(run_dir) / KEPT, {
-            "step": self.step, "checkpoint": self.checkpoint, "time": self.time, "lacking": dict(self.lacking),
+            "step": self.step, "checkpoint": self.checkpoint, "time": self.time, "seen": self.seen,
+            "lacking": dict(self.lacking),
             "probed": [
                 {"code": one.code, "exact": one.exact, "where": one.where}
                 | {key: _written(getattr(one.measurement, key)) for key in _KEYS}
@@ -79,13 +82,21 @@ def kept(evidence: Evidence) -> ProbeRecord | None:
         record = None
     if record is None:
         return None
-    later = [event for event in evidence.events if isinstance(event.get("time"), int | float) and event["time"] > record.time]
+    later = _later(evidence.events, record)
     for event in later:
         undone = event["event"] == "rollback" and isinstance(event.get("to_step"), int) and event["to_step"] < record.step
         if undone or event["event"] == "start":
             return None
     changed = any(event["event"] in _CHANGES or (event["event"] == "recipe_changed" and event.get("allowed")) for event in later)
     return None if changed and evidence.step > record.step else record
+
+
+def _later(events: Sequence[Mapping[str, Any]], record: ProbeRecord) -> Sequence[Mapping[str, Any]]:
+    """The events after those that the probes could know of; by time for a record without `seen`, and where a bundle lacks that event."""
+    places = [number for number, event in enumerate(events) if record.seen is not None and event.get("time") == record.seen]
+    if places:
+        return events[places[-1] + 1 :]
+    return [event for event in events if isinstance(event.get("time"), int | float) and event["time"] > record.time]
 
 
 def _read(stage: str, document: Mapping[str, Any]) -> ProbeRecord | None:
@@ -95,7 +106,8 @@ def _read(stage: str, document: Mapping[str, Any]) -> ProbeRecord | None:
         return None
     found = [one for one in map(_read_probed, probed) if one is not None]
     reasons = {str(title): str(reason) for title, reason in lacking.items()} if isinstance(lacking, dict) else {}
-    return ProbeRecord(stage, step, str(document.get("checkpoint", "")), float(time), found, reasons)
+    seen = float(document["seen"]) if isinstance(document.get("seen"), int | float) else None
+    return ProbeRecord(stage, step, str(document.get("checkpoint", "")), float(time), found, reasons, seen)
 
 
 def _read_probed(one: Any) -> Probed | None:

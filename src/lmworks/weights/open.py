@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from lmworks.inference.model import for_inference
 from lmworks.io.files import read_json
 from lmworks.io.run_layout import BASE, MODELS, final_checkpoint_of, of_checkpoint, of_model
 from lmworks.model import Transformer
+from lmworks.recipe.changes import canonical
 from lmworks.recipe.hub import locate
 from lmworks.recipe.load import load_resolved
 from lmworks.recipe.phases import extended
@@ -24,6 +26,7 @@ from lmworks.recipe.weights import Weights, find_weights, holds_model
 from lmworks.tokenizer import load as load_tokenizer
 from lmworks.tokenizer.tokenizer import Tokenizer
 from lmworks.weights.chat import base_is_chat, is_chat
+from lmworks.weights.reference import files_behind, hash_of
 from lmworks.weights.run_models import final_model, folder, load_checkpoint, load_model
 
 _UNSTATED = 2048  # tokens of context, for a model that states none
@@ -83,6 +86,24 @@ def open_model(
             f"{rows}; put the tokenizer there that the model was trained with"
         )
     return opened
+
+
+def weights_hash(where: str | Path) -> str:
+    """A hash of the weights that `open_model` opens: of the tensors of a checkpoint, for a run the newest one, or of the files of a model
+    in a format of others, which are read once and kept by size and time. Empty where a checkpoint does not say what its tensors are.
+
+    Raises `UserError` if there is no model.
+    """
+    path, chosen = _split(locate(where))
+    if (path / "resolved.json").is_file() and not holds_model(path):
+        if chosen is not None and chosen.isascii() and chosen.isdecimal():
+            return listing.content_of(folder(path, BASE.model) / listing.name_of(int(chosen)))
+        return listing.content(folder(path, chosen if chosen in MODELS else final_model(path)))
+    weights = find_weights(path)
+    if weights.kind == "checkpoint":
+        return listing.content_of(weights.path)
+    hashes = {name: hash_of(file) for name, file in files_behind(weights).items()}
+    return hashlib.sha256(canonical(hashes)).hexdigest()[:16]
 
 
 def _split(where: str) -> tuple[Path, str | None]:

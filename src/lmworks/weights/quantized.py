@@ -1,10 +1,10 @@
 """Checkpoints whose weights are stored in FP8, MXFP4 or integers, with scales: read as the values that they stand for. Other
 quantizations are refused.
 
-MXFP4 is in `lmworks.weights.mxfp4`, AWQ and GPTQ in `lmworks.weights.int32`. `quant_method: fp8` has one scale for each block of 128 x 128
-weights (DeepSeek-V3, Qwen3-FP8), in `NAME_scale_inv`. `compressed-tensors` has one for all weights, for each row, or for each group of
-columns, in `NAME_scale`: of FP8, of int8, or of integers of 4 or 8 bits that are packed into int32 along a row, the lowest bits first
-(`NAME_packed`, with `NAME_shape`). The integers may have zero points (`NAME_zero_point`, packed along the rows).
+MXFP4 is in `lmworks.weights.mxfp4`, AWQ, GPTQ and AutoRound in `lmworks.weights.int32`. `quant_method: fp8` has one scale for each block
+of 128 x 128 weights (DeepSeek-V3, Qwen3-FP8), in `NAME_scale_inv`. `compressed-tensors` has one for all weights, for each row, or for each
+group of columns, in `NAME_scale`: of FP8, of int8, or of integers of 4 or 8 bits that are packed into int32 along a row, the lowest bits
+first (`NAME_packed`, with `NAME_shape`). The integers may have zero points (`NAME_zero_point`, packed along the rows).
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ def _compressed_tensors(directory: Path, given: Any, where: Mapping[str, Any]) -
 
 
 def _int32(directory: Path, given: Any, where: Mapping[str, Any]) -> _Open:
-    form = layout(directory, given)
-    return lambda handle: Int32(directory, handle, where, form)
+    stated = layout(directory, given)
+    return lambda handle: Int32(directory, handle, where, stated)
 
 
 READERS: dict[str, tuple[str, _Reader]] = {
@@ -116,6 +116,7 @@ READERS: dict[str, tuple[str, _Reader]] = {
     "compressed-tensors": ("compressed-tensors", _compressed_tensors),
     "awq": ("AWQ", _int32),
     "gptq": ("GPTQ", _int32),
+    "auto-round": ("AutoRound", _int32),
 }
 """What is read, by `quant_method`: its name, and what opens its files."""
 

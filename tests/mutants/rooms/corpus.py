@@ -2,6 +2,11 @@
 
 _READERS, _MARKUP = "corpus/test_corpus_readers.py", "corpus/test_corpus_markup.py"
 MUTANTS = [
+    ("corpus.read.listing:_walk", "and is_found_itself(name))", "and False)", "A file is not read by its links too.",
+     "cli/test_init_command.py::test_links_within_the_folder_are_read_where_they_lead"),
+    ("corpus.engine.assembling:_empty_sources", "for part in job.parts[report.name] for file", "for part in () for file",
+     "A source of links that lead out names a target.",
+     "cli/test_init_command.py::test_links_within_the_folder_are_read_where_they_lead"),
     ("corpus.contamination.decontaminator:Decontaminator._not_boilerplate", "self._is_evaluation_run[entries] | ", "",
      "Text of an evaluation set is never let pass as boilerplate.", "corpus/test_corpus_contamination.py"),
     ("corpus.contamination.decontaminator:Decontaminator._not_boilerplate", "<= BOILERPLATE_DOCUMENTS", "< BOILERPLATE_DOCUMENTS - 9",

@@ -1,8 +1,11 @@
 """Mistakes in the checks of a node, in the command that runs them, and in what a launch does with their result."""
 
 MUTANTS = [
+    ("launch.host_health:HostChecker._check", "sent, sent + time.monotonic() - began)\n", "sent, time.time())\n",
+     "A launcher whose clock is set blames no host.",
+     "launch/test_host_health.py::test_a_launcher_whose_clock_is_set_meanwhile_blames_no_host"),
     ("cli.health_command:_check_hosts", "    from lmworks.launch.torchrun import command_on, find_hosts\n",
-     "    from lmworks.launch.links import measure_hosts\n    from lmworks.launch.torchrun import command_on, find_hosts\n",
+     "    import lmworks.parallel.bandwidth  # noqa: F401\n    from lmworks.launch.torchrun import command_on, find_hosts\n",
      "Hosts are checked without torch.", "health/test_health_command.py"),
     ("cli.health_command:health", "    raise typer.Exit(found.code)\n", "", "The exit code of `lmworks health` is that of the node.",
      "health/test_health_command.py"),
@@ -65,7 +68,7 @@ MUTANTS = [
      "A GPU with other bits than the others is named.", "health/test_health_checks.py"),
     ("launch.host_health:HostChecker.script", '("--reach", self.reach), ', "",
      "A host must be able to connect to the launcher.", "launch/test_host_health.py"),
-    ("launch.host_health:HostChecker._check", "return with_clock(replace(report, host=host.name), sent, time.time())",
+    ("launch.host_health:HostChecker._check", "return with_clock(replace(report, host=host.name), sent, sent + time.monotonic() - began)",
      "return replace(report, host=host.name)", "The clock of a host is compared with the launcher's.", "launch/test_host_health.py"),
     ("launch.supervisor:Supervisor._check", "                if failures:\n", "                if False:\n",
      "A host whose check fails is excluded.", "launch/test_supervisor.py"),

@@ -2,6 +2,9 @@
 
 _TESTS, _ROWS, _CHATS = "train/test_unit_tests.py", "train/test_row_forms.py", "train/test_chat_data.py"
 MUTANTS = [
+    ("train.data.row_files:_list_files", "if file.is_symlink() and os.path.realpath(file) in found}", "if False}",
+     "Rows are not read by links to their file too.",
+     "train/test_conversation_forms.py::test_links_that_lead_out_of_a_folder_of_conversations_are_not_followed"),
     ("model.operators:_hidden_from_compiler", "disabled.append(compiler.disable(kernel))", "disabled.append(kernel)",
      "The compiler does not trace the kernel of an operator.", "model/test_operators.py"),
     ("model.operators:_hidden_from_compiler", 'sys.modules.get("torch._dynamo")', '__import__("torch._dynamo")._dynamo',
@@ -210,6 +213,10 @@ MUTANTS = [
      "A phase may give all layers full attention.", "recipe/test_phases_in_force.py"),
     ("train.trainer:Trainer._flush", "            self.files.ledger.flush()\n", "",
      "A full disk that keeps events out fails the save.", "train/test_stability.py"),
+    ("train.fault_handler:FaultHandler.compare_ranks", "dict(zip(readers, batches, strict=True)).values()", "batches",
+     "Ranks of one reader read the same rows.", "train/test_shared_rows.py"),
+    ("train.fault_handler:FaultHandler.compare_ranks", "times - 1 for", "times for", "Rows that one rank has read are not shared.",
+     "train/test_shared_rows.py"),
     ("train.fault_handler:FaultHandler.begin", "        self.history = []\n", "",
      "Rollbacks of a run whose checkpoints were deleted no longer apply.", "train/test_stability.py"),
     ("train.step:accumulate_gradients", "scale, share)", "scale, 1.0)",

@@ -1,6 +1,10 @@
 """Mistakes in the policies for bad steps, spikes, skipped data, failed saves, in the ledger, and in alerts."""
 
 MUTANTS = [
+    ("watch.rules.rows_repeated_across_ranks:_check", '"train/shared_rows"', '"train/repeated_rows"',
+     "Copies that one rank has read before are not rows of several ranks.", "doctor/test_rules_data.py"),
+    ("watch.probes:_later", "    if places:\n", "    if False:\n", "What came after a probe is told by its place in the ledger.",
+     "doctor/test_probe.py::test_what_came_later_is_told_by_its_place_in_the_ledger"),
     ("watch.ledger:RunLock.__exit__", "self._is_gone()", "False", "A run directory that is moved away is named.", "run/test_runner.py"),
     ("watch.ledger:RunLock.__exit__", "self._run_dir", "self.path.parent", "A launch names the directory of its run.",
      "watch/test_lock.py"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,7 @@ from lmworks.corpus.engine.job import Job, Pass
 from lmworks.corpus.engine.step_runner import ContaminatedItems, Samples
 from lmworks.corpus.engine.writing_pass import MOST_PASSAGES, decisions_path, outputs
 from lmworks.corpus.histogram import Histogram
+from lmworks.corpus.read.part import printable
 from lmworks.corpus.report import Report, SourceReport
 from lmworks.errors import UserError
 from lmworks.io.files import read_json, write_json, write_text
@@ -69,6 +71,9 @@ def _empty_sources(job: Job) -> dict[str, str]:
         reasons = ", ".join(f"{reason} {one.documents}" for reason, one in lost.items())
         where = f"see {'rejected' if report.dropped else 'quarantine'}.jsonl in the corpus directory, or choose other rules"
         where = next((advice for reason, advice in _ADVICE.items() if reason in lost), where)
+        if outside := [file.path for part in job.parts[report.name] for file in part.files if file.leads_out]:
+            where = f"{printable(outside[0])} is a link to {printable(os.path.realpath(outside[0]))}, outside of the path of the source: "
+            where += "name the target as a source, or copy it there"
         found[report.name] = f"none of its {report.came.documents} documents is usable ({reasons}); {where}"
     return found
 

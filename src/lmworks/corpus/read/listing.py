@@ -156,14 +156,20 @@ def local_file(path: str) -> File | None:
 def _walk(path: str, wanted: Callable[[str], bool], deepest: int | None = None) -> Iterator[File]:
     """Files below a directory whose names are wanted.
 
-    Links to directories inside it are followed, and each directory is visited once. Links to targets outside it are not followed, because
-    the author of the directory may point them anywhere.
+    Links to directories inside it are followed, and each directory is visited once; a link to a file inside it stands for a file only where
+    that is not found by its own name. Links to targets outside it are not followed, because the author of the directory may point them
+    anywhere.
     """
     root = os.path.realpath(path)
     seen: set[tuple[int, int]] = set()
 
     def leads_out(name: str) -> bool:
         return os.path.islink(name) and lies_outside(name, root)
+
+    def is_found_itself(link: str) -> bool:
+        *above, last = os.path.relpath(os.path.realpath(link), root).split(os.sep)
+        passed = last.startswith(".") or any(part.startswith(".") or part in SKIPPED_DIRECTORIES for part in above)
+        return not passed and os.path.exists(link) and wanted(os.path.join(path, *above, last))
 
     for folder, folders, names in os.walk(path, followlinks=True):
         if folder != path and leads_out(folder):
@@ -178,7 +184,7 @@ def _walk(path: str, wanted: Callable[[str], bool], deepest: int | None = None) 
         deep = deepest is not None and os.path.normpath(folder).count("/") >= deepest
         folders[:] = () if deep else sorted(name for name in folders if not name.startswith(".") and name not in SKIPPED_DIRECTORIES)
         for name in (os.path.join(folder, name) for name in names if not name.startswith(".")):
-            if wanted(name):
+            if wanted(name) and not (os.path.islink(name) and not leads_out(name) and is_found_itself(name)):
                 file = File(name, 0, LEADS_OUT) if leads_out(name) else local_file(name)
                 if file is not None:
                     yield file

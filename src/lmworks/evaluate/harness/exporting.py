@@ -22,6 +22,7 @@ from lmworks.evaluate.sets.benchmarks import GENERATION, check_names
 from lmworks.evaluate.sets.forms import SHOTS, cloze, letters
 from lmworks.evaluate.sets.items import ChoiceItem, score_name
 from lmworks.io import files
+from lmworks.io.destinations import require_folder
 from lmworks.recipe.schema.evaluate import Benchmark
 from lmworks.ui.terminal import bar
 
@@ -64,6 +65,7 @@ def export(folder: Path, benchmarks: Sequence[Benchmark], forms: Sequence[str] =
 
     Raises `UserError` for a set that cannot be written, and `Unavailable` for one whose data cannot be had.
     """
+    require_folder(folder, "DIR")
     check_names(benchmarks)
     written = []
     with bar("exporting sets", len(benchmarks)) as progress:

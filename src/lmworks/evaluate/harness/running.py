@@ -10,6 +10,7 @@ import logging
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,12 @@ from lm_eval.evaluator import evaluate
 from rich.table import Table
 
 from lmworks.errors import UserError
-from lmworks.evaluate.evaluate import write_results
+from lmworks.evaluate import results_folder
 from lmworks.evaluate.harness.lm import HarnessLM
 from lmworks.evaluate.harness.task_data import Source
 from lmworks.evaluate.harness.task_index import check_names, loaders, manager
 from lmworks.evaluate.records import EvaluationResults
+from lmworks.evaluate.results_folder import Evaluated, Origin
 from lmworks.evaluate.sets.items import score_name, short_digest
 from lmworks.evaluate.statistics import Score
 from lmworks.io import files
@@ -158,25 +160,32 @@ def _set_examples(task: Any, shots: int | None) -> None:
     task.set_fewshot_seed(seed=_SEED)
 
 
-def record(opened: OpenModel, found: HarnessResults, out_dir: Path | None) -> dict[str, Any]:
-    """The scores as a document like `results.json` of an evaluation; with `out_dir`, everything is written there.
+def evaluated(opened: OpenModel, found: HarnessResults) -> Evaluated:
+    """The scores, as those of an evaluation of ours."""
+    scores, outcomes = found.scores()
+    dtype = str(opened.model.compute_dtype).removeprefix("torch.")
+    model = {"context": opened.context, "dtype": dtype, "scores": scores, "unavailable": {}}
+    return Evaluated(opened.name, model, {}, EvaluationResults(scores, outcomes))
+
+
+def record(one: Evaluated, found: HarnessResults, out_dir: Path, origin: Origin) -> Evaluated:
+    """Write everything into `out_dir`; the scores under the name that they have there. What lm-evaluation-harness reports of another run of
+    it on the same model is kept: its files get a number.
 
     results.json, outcomes-NAME.jsonl     the metrics that are right or wrong for an item, as for our own scores
     lm-eval-NAME.json                     what lm-evaluation-harness reports: all metrics, task configurations, versions
     lm-eval-NAME.jsonl                    its samples: prompts, answers and marks of every item
     """
-    scores, outcomes = found.scores()
-    dtype = str(opened.model.compute_dtype).removeprefix("torch.")
-    model = {"context": opened.context, "dtype": dtype, "scores": scores, "unavailable": {}}
-    results: dict[str, Any] = {"models": {opened.name: model}, "not_clean": {}}
-    if out_dir is not None:
-        write_results(out_dir, results, EvaluationResults(scores, outcomes))
-        document = {key: value for key, value in found.document.items() if key != "samples"}
-        files.write_text(out_dir / f"lm-eval-{opened.name}.json", json.dumps(document, indent=2, ensure_ascii=False, default=str) + "\n")
-        samples = [{"task": task, **one} for task, of_task in found.document["samples"].items() for one in of_task]
-        text = "".join(json.dumps(one, ensure_ascii=False, default=str) + "\n" for one in samples)
-        files.write_text(out_dir / f"lm-eval-{opened.name}.jsonl", text)
-    return results
+    one = results_folder.add(out_dir, one, origin)
+    document = {key: value for key, value in found.document.items() if key != "samples"}
+    samples = [{"task": task, **sample} for task, of_task in found.document["samples"].items() for sample in of_task]
+    text = "".join(json.dumps(sample, ensure_ascii=False, default=str) + "\n" for sample in samples)
+    names = (f"lm-eval-{one.name}{f'.{number}' if number > 1 else ''}" for number in count(1))
+    with files.only_one(out_dir / results_folder.FILE):
+        name = next(name for name in names if not (out_dir / f"{name}.json").exists())
+        files.write_text(out_dir / f"{name}.jsonl", text)
+        files.write_text(out_dir / f"{name}.json", json.dumps(document, indent=2, ensure_ascii=False, default=str) + "\n")
+    return one
 
 
 def table(name: str, found: HarnessResults) -> Table:

@@ -140,6 +140,8 @@ def _read(path: Path) -> dict[str, Any]:
             raise UserError(f"{path} is larger than {_LONGEST >> 20} MB; it is no task file")
         with path.open("rb") as file:  # named, and decoded, as lm-evaluation-harness does
             task = yaml.load(file, Loader=_Loader)
+    except UserError:
+        raise
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
         raise UserError(f"{path} cannot be read as a task: {' '.join(str(error).split())[:200]}") from None
     if not isinstance(task, dict):

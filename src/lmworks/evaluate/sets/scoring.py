@@ -7,7 +7,7 @@ wording. A chat model is asked as a user would ask it, if its replies can be rea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -89,6 +89,8 @@ def training_flops(recipe: Recipe, config: Model) -> float | None:
 
 
 ALL_SETS = "all sets"
+NOT_CLEAN = ", not clean"
+"""The end of the verdict on a score that may be on trained text."""
 _NOTABLE = 10  # items per score and side
 _MOST_ANSWER = 600  # characters of an answer in the outcomes
 
@@ -122,17 +124,12 @@ def measure(
     found.asked = {task.name: [protected_question(item) for item in task.loaded.items] for task in tasks}
     total = sum(len(item.continuations) if task.form != "free" and isinstance(item, ChoiceItem) else 1
                 for task in tasks for item in task.loaded.items)
-    parts: dict[tuple[Form, int], list[tuple[str, Score]]] = {}
     with bar(f"{subject.name}: benchmarks", total) as progress:
         for task in tasks:
             progress.note(task.score)
             run = _free if task.form == "free" else _likelihood
-            parts.setdefault((task.form, task.shots), []).append((task.name, run(subject, task, found, progress.advance)))
-    for (form, shots), scored in parts.items():
-        if len(scored) > 1:
-            whole = pooled([score for _, score in scored]).to_json()
-            more = {"set": ALL_SETS, "form": form, "shots": shots, "norm": _NORM[form], "sets": [name for name, _ in scored]}
-            found.scores[score_name(ALL_SETS, form, shots)] = whole | more
+            run(subject, task, found, progress.advance)
+    found.scores |= pooled_scores(found.scores)
     answerer = Answerer(subject.model, subject.tokenizer, subject.chat)
     for benchmark in generated:
         chosen = GENERATION[benchmark.name].open(benchmark)
@@ -141,6 +138,24 @@ def measure(
 
 
 _NORM: dict[Form, str | None] = {"cloze": "byte", "letters": "none", "free": None}
+
+
+def pooled_scores(scores: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """For each form and number of worked examples that several sets have: their scores as one."""
+    parts: dict[tuple[Form, int], list[Mapping[str, Any]]] = {}
+    for one in scores.values():
+        if one["form"] in _NORM and one["set"] != ALL_SETS:
+            parts.setdefault((one["form"], one["shots"]), []).append(one)
+    found: dict[str, dict[str, Any]] = {}
+    for (form, shots), each in parts.items():
+        if len(each) > 1:
+            whole = pooled([Score(one["correct"], one["n"], one["chance"], one["baseline"]) for one in each]).to_json()
+            doubt = NOT_CLEAN if any(one["verdict"].endswith(NOT_CLEAN) for one in each) else ""
+            found[score_name(ALL_SETS, form, shots)] = whole | {
+                "verdict": f"{whole['verdict']}{doubt}", "set": ALL_SETS, "form": form, "shots": shots, "norm": _NORM[form],
+                "sets": [one["set"] for one in each],
+            }  # fmt: skip
+    return found
 
 
 def _tasks(
@@ -186,7 +201,7 @@ def _formulated(task: Task) -> list[ChoiceItem]:
     return [make(item, task.loaded.shown_before(item, task.shots)) for item in task.loaded.items]  # type: ignore[arg-type]
 
 
-def _likelihood(subject: OpenModel, task: Task, found: EvaluationResults, advance: Callable[[int], None]) -> Score:
+def _likelihood(subject: OpenModel, task: Task, found: EvaluationResults, advance: Callable[[int], None]) -> None:
     logprobs = BatchedLogProbs(subject.model, subject.context)
     cloze = task.form == "cloze"
     answered = forms.answer(_formulated(task), subject.tokenizer, logprobs, advance, unconditional=cloze)
@@ -202,10 +217,9 @@ def _likelihood(subject: OpenModel, task: Task, found: EvaluationResults, advanc
         for a, failure in zip(answered, failures, strict=True)
     ]
     found.add(task.score, _entry(task, scored, outcomes) | more, outcomes, [a.to_json() for a in forms.notable(answered, _NOTABLE)])
-    return scored
 
 
-def _free(subject: OpenModel, task: Task, found: EvaluationResults, advance: Callable[[int], None]) -> Score:
+def _free(subject: OpenModel, task: Task, found: EvaluationResults, advance: Callable[[int], None]) -> None:
     answerer = Answerer(subject.model, subject.tokenizer, subject.chat)
     shown = [task.loaded.shown_before(item, task.shots) for item in task.loaded.items]
     judged = forms.answer_freely(task.loaded.items, shown, answerer, advance)
@@ -214,7 +228,6 @@ def _free(subject: OpenModel, task: Task, found: EvaluationResults, advance: Cal
     right, wrong = [one for one in judged if one.correct], [one for one in judged if not one.correct]
     entry = _entry(task, scored, outcomes) | {"failures": forms.failures(judged)}
     found.add(task.score, entry, outcomes, [one.to_json() for one in wrong[:_NOTABLE] + right[:_NOTABLE]])
-    return scored
 
 
 def _outcome(item: Item, failure: str | None, value: float | None, tokens: int, answer: str) -> dict[str, Any]:

@@ -214,6 +214,8 @@ def load_task(path: str) -> OwnTask:
         if len(text) > _LARGEST_TASK:
             raise UserError(f"{path} is larger than {_LARGEST_TASK:,} bytes; a task is a few lines of YAML beside its data file")
         tree = yaml.safe_load(text)
+    except UserError:
+        raise
     except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError, ValueError) as error:
         raise UserError(f"the task {path} cannot be read: {' '.join(str(error).split())[:300]}") from None
     if not isinstance(tree, dict):

@@ -122,6 +122,8 @@ def _list_files(where: str, path: Path) -> _Listed:
         raise UserError(f"{where}.path: {path} is no file and no folder with files whose names end in {_READ}{hint}")
     root = os.path.realpath(folder)
     outside = {file for file in files if lies_outside(str(file), root)}
+    found = {os.path.realpath(file) for file in files if not file.is_symlink()}
+    files -= {file for file in files if file.is_symlink() and os.path.realpath(file) in found}  # the rows are read where they lie
     return _Listed(sorted(files - outside), sorted(outside), sorted(set(every) - files))
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
-
 from lmworks.watch import trends
 from lmworks.watch.data_facts import passes, stretches
 from lmworks.watch.evidence import Evidence, Series
@@ -15,16 +13,8 @@ _REPEATED = 0.02
 _FEWEST = 20  # lines
 
 
-def repeated_in_steps(evidence: Evidence) -> Series:
-    """`train/repeated_rows` without the lines in which ranks were compared, which count something else."""
-    rows = evidence.series("train/repeated_rows").finite
-    compared = set(evidence.series("perf/slowest_rank").steps.tolist())
-    keep = np.array([step not in compared for step in rows.steps.tolist()], bool)
-    return Series(rows.steps[keep], rows.values[keep])
-
-
 def _check(evidence: Evidence) -> Finding | None:
-    rows = repeated_in_steps(evidence)
+    rows = evidence.series("train/repeated_rows").finite
     if len(rows) < _FEWEST:
         raise NotJudged(f"fewer than {_FEWEST} lines of train/repeated_rows")
     read = passes(evidence)

@@ -2,41 +2,35 @@
 
 from __future__ import annotations
 
-import numpy as np
-
-from lmworks.watch.evidence import Evidence, Series
+from lmworks.watch.evidence import Evidence
 from lmworks.watch.rule import Change, Exclusion, Finding, Measurement, NotJudged, Rule
-from lmworks.watch.rules.duplicated_data import repeated_in_steps
 
 _SHARED = 0.1
 
 
 def _check(evidence: Evidence) -> Finding | None:
-    rows, compared = evidence.series("train/repeated_rows").finite, evidence.series("perf/slowest_rank").finite
-    if not len(compared):
+    rows = evidence.series("train/shared_rows").finite
+    if not len(rows):
         raise NotJudged("one rank, or ranks were not compared yet")
-    keep = np.isin(rows.steps, compared.steps)
-    both = Series(rows.steps[keep], rows.values[keep])
-    within, between = repeated_in_steps(evidence).median, both.median
-    if not len(both) or not between - np.nan_to_num(within) > _SHARED:
+    if not rows.median > _SHARED:
         return None
     return Finding(
         [
             Measurement(
-                "share of the rows of a step that several ranks have read", between, high=_SHARED, source="0: each rank reads its own rows"
+                "share of the rows of a step that several ranks have read", rows.median, high=_SHARED,
+                source="0: each rank reads its own rows",
             ),
-            Measurement("share of the rows of one rank that it has read before", float(np.nan_to_num(within))),
         ],
-        steps=(int(both.steps[0]), int(both.steps[-1])),
+        steps=(int(rows.steps[0]), int(rows.steps[-1])),
         exact=True,
-        excluded=[Exclusion("duplicated-data", "a rank's own rows do not repeat as often")],
+        excluded=[Exclusion("duplicated-data", "a row counts only where several ranks have it in one step")],
         changes=[
             Change(
                 advice="lmworks preflight RECIPE compares what ranks read with what one process reads; report it with lmworks bundle",
                 cost="the steps since were of a smaller batch than planned",
             )
         ],
-        check_afterwards="train/repeated_rows is 0 in the lines that have perf/slowest_rank",
+        check_afterwards="train/shared_rows is 0",
     )
 
 
@@ -50,6 +44,6 @@ RULE = Rule(
     "rank, and the loss curve is that of one rank at a multiple of its cost (mistral#194, TinyLlama#67). The hashes of the rows of all "
     "ranks are compared every twenty steps.",
     applies=lambda evidence: evidence.ranks > 1,
-    needs=("train/repeated_rows",),
+    needs=("train/shared_rows",),
     look_alikes={"duplicated-data": "rows of one rank repeat too"},
 )
