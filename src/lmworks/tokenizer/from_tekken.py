@@ -8,6 +8,7 @@ from typing import Any
 
 from lmworks.errors import UserError
 from lmworks.io.files import explain_damage, read_json
+from lmworks.recipe.scored_pieces import NORMAL, merges_of
 from lmworks.tokenizer.tokenizer_json import BYTE_OF
 
 _EARLY = (
@@ -34,6 +35,8 @@ def spec_of(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
         if len(vocabulary) != count + len(texts) or "<s>" not in specials:
             raise UserError(f"{path} has a token twice, or no token <s>; get the file again from its origin")
         pattern = str(config["pattern"])
+    ranks = range(len(texts))
+    merges = merges_of(texts, [NORMAL] * len(texts), [-float(rank) for rank in ranks])  # the lowest rank is merged first
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
     bytes_ = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
@@ -47,17 +50,7 @@ def spec_of(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
                            "special_tokens": {"<s>": {"id": "<s>", "ids": [specials.index("<s>")], "tokens": ["<s>"]}}},
         "model": {
             "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None,
-            "fuse_unk": False, "byte_fallback": False, "ignore_merges": True, "vocab": vocabulary, "merges": _merges(texts),
+            "fuse_unk": False, "byte_fallback": False, "ignore_merges": True, "vocab": vocabulary, "merges": merges,
         },
     }  # fmt: skip
     return spec, {name: text for name, text in _NAMED.items() if text in specials}
-
-
-def _merges(texts: list[str]) -> list[list[str]]:
-    """Any two tokens that make another one are merged, the lowest rank first."""
-    rank = {text: number for number, text in enumerate(texts)}
-    found: list[list[str]] = []
-    for text in texts:
-        pairs = [[text[:at], text[at:]] for at in range(1, len(text)) if text[:at] in rank and text[at:] in rank]
-        found += sorted(pairs, key=lambda pair: (rank[pair[0]], rank[pair[1]]))
-    return found

@@ -25,7 +25,7 @@ MUTANTS = [
     ("tokenizer.from_sentencepiece:_unigram", "USER: 0.0", "USER: _NEVER",
      "A user-defined piece is one piece in Unigram.",
      "tokenizer/test_tokenizer_other_forms.py::test_the_command_writes_a_tokenizer_with_the_ids_of_sentencepiece"),
-    ("tokenizer.from_tekken:_merges", "    for text in texts:", "    for text in reversed(texts):",
+    ("tokenizer.from_tekken:spec_of", "-float(rank)", "float(rank)",
      "The tokens of tekken.json are merged by rank.",
      "tokenizer/test_tokenizer_other_forms.py::test_tekken_json_has_the_ids_of_tiktoken_behind_its_special_tokens"),
     ("tokenizer.from_tekken:spec_of", "dict(enumerate(_EARLY))", '{1: "<s>"}',
