@@ -149,4 +149,6 @@ MUTANTS = [
      "cli/test_adapter_folders.py::test_the_command_that_merges_a_published_adapter_works"),
     ("recipe.weight_files:of_adapter", ".merge_and_unload()", "", "The command that merges an adapter works.",
      "cli/test_adapter_folders.py::test_the_command_that_merges_a_published_adapter_works"),
+    ("recipe.schema.evaluate:load_task", "    except UserError:\n        raise\n", "", "The advice on a file of a task is not cut.",
+     "recipe/test_own_task.py"),
 ]  # fmt: skip
