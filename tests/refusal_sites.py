@@ -80,7 +80,8 @@ PLACES = (
         weights.gguf _read GgufWeights._found GgufWeights._info GgufWeights._check_rope
         weights.quantized _pair _unknown _forms dequantized
         weights.int32 layout _stated
-        weights.reference find(4)
+        weights.reference find(2)
+        weights.reference _place(2)
         weights.huggingface files_of(3) _open _refuse_duplicates refuse_unequal_copies(2)
         weights.names huggingface_name refuse_foreign
         weights.huggingface map_weights(2)

@@ -493,6 +493,7 @@ ELSEWHERE = {
     "weights.quantized _unknown": WEIGHTS,
     "weights.quantized _forms": WEIGHTS,
     "weights.quantized dequantized": WEIGHTS,
+    "weights.reference _place": WEIGHTS,
     "weights.reference find": WEIGHTS,
     "recipe.checks phase_refusals.end_of_warm_up": "tests/train/test_phases.py; the same list as a phase without a step",
     "train.rewards AnswerCheck.finish": "tests/train/test_grpo.py; the same call as no prompts",

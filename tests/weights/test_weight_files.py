@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from base_models import write_model
+from lmworks.checkpoint.communicator import Communicator
 from lmworks.deploy.deploy import plan_deployment
 from lmworks.deploy.sizing import Hardware
 from lmworks.deploy.source import open_source
@@ -184,6 +187,48 @@ def test_a_run_whose_base_model_got_other_files_is_refused(folder: Path) -> None
     save_file(load_file(folder / PARTS[0]), folder / ONE)
     with pytest.raises(UserError, match=r"is read from config\.json, model\.safetensors now, and .*run began with .*model-00002"):
         reference.find(checkpoint, about)
+
+
+class _Threads(Communicator):
+    """One rank of several that are threads of this process."""
+
+    def __init__(self, rank: int, meeting: threading.Barrier, said: list[Any]) -> None:
+        super().__init__()
+        self.rank, self.size, self._meeting, self._said = rank, len(said), meeting, said
+
+    def all_gather(self, value: Any) -> list[Any]:
+        self._said[self.rank] = value
+        self._meeting.wait(timeout=60)
+        values = list(self._said)
+        self._meeting.wait(timeout=60)
+        return values
+
+
+def test_the_files_of_a_base_model_are_hashed_by_all_ranks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    split(folder)
+    checkpoint, about = folder.parent / "run" / "checkpoints" / "step-00000000", reference.describe(find_weights(folder, False))
+    hashed: list[tuple[str, int]] = []
+    meeting, said, hash_of = threading.Barrier(2), [None, None], reference.hash_of
+    own = threading.local()
+
+    def recorded(file: Path) -> str:
+        hashed.append((file.name, own.rank))
+        return hash_of(file)
+
+    def find(rank: int) -> Path:
+        own.rank = rank
+        return reference.find(checkpoint, about, _Threads(rank, meeting, said)).path
+
+    monkeypatch.setattr(reference, "hash_of", recorded)
+    with ThreadPoolExecutor(2) as ranks:
+        assert list(ranks.map(find, range(2))) == [folder, folder]
+        assert sorted(name for name, _ in hashed) == sorted(about["blake3"]) and {rank for _, rank in hashed} == {0, 1}
+        for name in about["blake3"]:  # whichever rank hashes it, all refuse
+            content = (folder / name).read_bytes()
+            (folder / name).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+            failures = [one.exception(timeout=60) for one in [ranks.submit(find, rank) for rank in range(2)]]
+            assert all(f"{folder / name} is not the file that" in str(failure) for failure in failures)
+            (folder / name).write_bytes(content)
 
 
 def test_a_download_that_was_cut_off_is_not_the_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,7 +83,7 @@ def load_model(
     document = communicator.broadcast(communicator.run_on_all(lambda: listing.read_meta(path) if communicator.is_first else {}))
     if identity is not None:
         states.refuse_other_identity(str(path), identity, document["identity"])
-    weights = communicator.broadcast(communicator.run_on_all(lambda: [find(path, about)] if communicator.is_first else []))[0]
+    weights = find(path, about, communicator)
     added = range(*about.get("added", (0, 0)))
     for tensors in state.values():
         communicator.run_on_all(partial(read, weights, tensors, model, added))
@@ -97,8 +97,32 @@ def read(weights: Weights, tensors: Mapping[str, Tensor], model: Model, added: r
     load_weights(weights.path, tensors, model, extend=True, added=added)
 
 
-def find(checkpoint: Path, about: Mapping[str, Any]) -> Weights:
-    """The weights that a checkpoint names. Raises `UserError` naming the file if one is missing, or has another content than it had."""
+def find(checkpoint: Path, about: Mapping[str, Any], communicator: Communicator = loading.SINGLE_PROCESS) -> Weights:
+    """The weights that a checkpoint names. Raises `UserError` naming the file if one is missing, or has another content than it had.
+
+    Each rank hashes some of the files: one that hashed them all would keep the others waiting for minutes, and their wait has a limit.
+    """
+    where = communicator.run_on_all(lambda: _place(checkpoint, about))
+    folder, names = where if where.is_dir() else where.parent, [*about["blake3"]][communicator.rank :: communicator.size]
+    shares = communicator.all_gather(communicator.run_on_all(lambda: {name: hash_of((folder / name).resolve()) for name in names}))
+    hashes = {name: found for share in shares for name, found in share.items()}
+    for name, expected in about["blake3"].items():
+        if hashes[name] != expected:
+            raise UserError(
+                f"{folder / name} is not the file that {run_of(checkpoint)} began with: its BLAKE3 is {hashes[name]}, and it was "
+                f"{expected}; put that file back"
+            )
+    weights = communicator.run_on_all(lambda: find_weights(where, needs_tokenizer=False))
+    if (there := sorted(files_behind(weights))) != sorted(about["blake3"]):
+        raise UserError(
+            f"{folder} is read from {', '.join(there)} now, and {run_of(checkpoint)} began with {', '.join(sorted(about['blake3']))}; take "
+            "the other files of weights away, or start a new run"
+        )
+    return weights
+
+
+def _place(checkpoint: Path, about: Mapping[str, Any]) -> Path:
+    """Where the weights lie that a checkpoint names: a folder with all of their files, or one of these."""
     recorded, own = Path(str(about["path"])), run_of(checkpoint) / BASE_FOLDER
     where = recorded if recorded.exists() or not own.exists() else own
     if not where.exists():
@@ -111,18 +135,7 @@ def find(checkpoint: Path, about: Mapping[str, Any]) -> Weights:
         if not (folder / name).is_file():
             raise UserError(f"{folder / name}, a file of the base model of {run_of(checkpoint)}, does not exist; put it there. "
                             f"Its BLAKE3 is {expected}")  # fmt: skip
-        if (found := hash_of((folder / name).resolve())) != expected:
-            raise UserError(
-                f"{folder / name} is not the file that {run_of(checkpoint)} began with: its BLAKE3 is {found}, and it was {expected}; "
-                "put that file back"
-            )
-    weights = find_weights(where, needs_tokenizer=False)
-    if (there := sorted(files_behind(weights))) != sorted(about["blake3"]):
-        raise UserError(
-            f"{folder} is read from {', '.join(there)} now, and {run_of(checkpoint)} began with {', '.join(sorted(about['blake3']))}; take "
-            "the other files of weights away, or start a new run"
-        )
-    return weights
+    return where
 
 
 def run_of(checkpoint: Path) -> Path:

@@ -56,6 +56,8 @@ MUTANTS = [
      "A model with an adapter beside it is refused.", "weights/test_weight_files.py"),
     ("weights.huggingface:name_left_aside", " and (names := left_aside(directory))", " and (names := [])",
      "Files of weights that are not read are named.", "weights/test_weight_files.py"),
+    ("weights.reference:find", "[communicator.rank :: communicator.size]", "", "The ranks divide the hashing of a base model.",
+     "weights/test_weight_files.py::test_the_files_of_a_base_model_are_hashed_by_all_ranks"),
     ("weights.reference:find", 'sorted(about["blake3"]):', "there:", "A base model that is read from other files than before is refused.",
      "weights/test_weight_files.py"),
     ("weights.huggingface:read_model", "    verify_export(directory)\n", "", "An export whose files have changed is refused.",
