@@ -7,7 +7,8 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from hypothesis import settings
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch counts cores that the other workers use, too
+    gc.disable()  # `_Garbage` collects; while files are imported and assertions rewritten it took a third of the time for nothing
 
 import fake_cuda as fake_cuda_device
 import tiny_run
@@ -43,7 +45,9 @@ QUIET = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-
 pytest_plugins = ["slow_suite"]
 
 
+TESTS = Path(__file__).parent
 LONG = ("docs", "parallel", "train", "launch")  # rooms with files of a minute, which come first so that all workers end together
+RANKED = pytest.StashKey[set[Path]]()  # files with tests of ranks, which come before those: see `pytest_runtest_setup`
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -53,9 +57,25 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if is_slow(collection_path.read_text(encoding="utf-8")) else None
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Each worker begins with another part of the files: assertions are rewritten by the first that imports a file, and in a clone without
+    compiled files all of them would rewrite all, which takes longer than their imports."""
+    report = yield
+    if collector.path == TESTS and (worker := os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) != "0":
+        sizes = [sum(file.stat().st_size for file in room.path.rglob("test_*.py")) for room in report.result]
+        begin = sum(sizes) * int(worker) / int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+        first = sum(end <= begin for end in accumulate(sizes))
+        report.result = report.result[first:] + report.result[:first]
+    return report
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path)  # all workers must have the same order
+    config.stash[RANKED] = ranked = {item.path for item in items if "ranks" in getattr(item, "fixturenames", ())}
     if not config.option.slow_suite:  # which has an order of its own
-        items.sort(key=lambda item: item.path.parent.name not in LONG)
+        items.sort(key=lambda item: (item.path not in ranked, item.path.parent.name not in LONG))
 
 
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
@@ -80,6 +100,7 @@ class _Garbage:
 
 
 _garbage = _Garbage()
+_pools: list[RankPool] = []  # that of the fixture `ranks`
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -88,6 +109,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     _garbage.collect(item.path)
+    if item.path not in item.config.stash[RANKED]:
+        for pool in _pools:
+            pool.close()  # threads of earlier worlds wake a hundred times a second: ranks that wait take 4% of a core
 
 
 @pytest.fixture(scope="session")
@@ -134,8 +158,9 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
     """Gloo worlds of up to 8 processes."""
-    pool = RankPool()
+    _pools.append(pool := RankPool())
     yield pool
+    _pools.remove(pool)
     pool.close()
 
 

@@ -30,13 +30,13 @@ def _serve(rank: int, jobs: Any, results: Any) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ["TORCH_FR_BUFFER_SIZE"] = "64"
+    gc.disable()  # it is collected after each job
     import torch
     import torch.distributed as dist
     from torch.distributed.tensor import _redistribute, debug
 
     torch.set_num_threads(1)
     do_not_wait_for_the_disk()
-    gc.disable()  # it is collected after each job
     frozen = False
     while (job := jobs.get()) is not None:
         if not frozen:
@@ -127,7 +127,9 @@ class RankPool:
         return [found[rank] for rank in range(world)]
 
     def close(self) -> None:
-        for process, _ in self._workers:
-            process.kill()
-        self._workers.clear()
-        self._results = self._context.Queue()
+        """End the processes; the next `run` starts others."""
+        if self._workers:
+            for process, _ in self._workers:
+                process.kill()
+            self._workers.clear()
+            self._results = self._context.Queue()

@@ -189,13 +189,14 @@ PLACES = (
         host.pool map_unordered
     """),
     (LATER, "weights, once they have been loaded or trained", """
-        train.trainer Trainer._are_finite Trainer._flush Trainer.save Trainer._require_same_tokens
+        train.trainer Trainer._are_finite Trainer._flush Trainer._require_same_tokens
         export.gguf write_gguf_adapter(2) load_gguf(2) _damaged
         export.export export(2) _require_all
         export.parity _load_in_transformers(2) require_parity
         run.start_weights compare_first_loss
         train.ewc EwcPenalty.estimate
         train.fault_handler FaultHandler.check_corruption
+        train.own_loop OwnLoopTrainer.save OwnLoopTrainer._saved_at
         train.observe.forgetting ForgettingMonitor.measure
         train.rollouts RolloutChecks.check
         weights.names _our_names to_huggingface

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -144,6 +147,35 @@ def test_an_optimum_at_the_edge_and_one_in_the_noise() -> None:
     flat = fit_parabola(rates, np.array([1.0, 0.999, 1.0005]), Noise(0.1, 8), 3)
     assert (flat.low, flat.high) == (None, None)
     assert fit_parabola(rates, np.array([1.0, 2.0, 1.0]), Noise(0.01, 8), 3).best is None
+
+
+def test_the_critical_batch_is_the_largest_before_the_first_that_costs_more(tmp_path: Path) -> None:
+    """Sizes 256 to 2,048 of which one or two cost more than 0.01 nats; a larger one that is cheap again does not count."""
+    (tmp_path / "noise_scale.json").write_text('{"tokens": 700.0}')
+    loss = SimpleNamespace(name="validation/loss")
+
+    def conclusion(rises: list[float], diverged: tuple[int, ...] = ()) -> dict[str, Any]:
+        arms = [SimpleNamespace(label=256.0 * 2**number, branch=SimpleNamespace(checkpoint=tmp_path)) for number in range(4)]
+        complete = [arm for number, arm in enumerate(arms) if number not in diverged]
+        known = SimpleNamespace(
+            experiment=SimpleNamespace(measures=[loss], baseline=arms[0], arms=dict(enumerate(arms)), out=tmp_path),
+            complete=lambda measure: (complete, [1, 2]), has_diverged=lambda arm: arm not in complete,
+            table=lambda measure, arms, seeds: np.array([[3.0 + rise - 0.001, 3.0 + rise + 0.001] for rise in rises]),
+        )  # fmt: skip
+        found = conclusions.Findings(cast(Any, known)).critical_batch("validation/loss", 0.01)
+        assert found is not None
+        return found
+
+    found = conclusion([0.0, 0.005, 0.012, 0.004])
+    assert (found["critical"], found["beyond"]) == (512, 1024)
+    assert "critical batch 512 tokens" in found["text"] and "scale 700 tokens" in found["text"]
+    assert found["points"] == [[256, 0], [512, pytest.approx(0.005)], [1024, pytest.approx(0.012)], [2048, pytest.approx(0.004)]]
+    assert conclusion([0.0, 0.02, 0.03, 0.04])["critical"] == 256
+    whole = conclusion([0.0, -0.001, 0.001, 0.009])
+    assert (whole["critical"], whole["beyond"]) == (2048, None) and "critical batch at least 2,048 tokens" in whole["text"]
+    lost = conclusion([0.0, 0.001, 0.002], diverged=(3,))
+    assert (lost["critical"], lost["beyond"]) == (1024, 2048) and "at least" not in lost["text"]
+    assert conclusion([0.0, 0.001, 0.03], diverged=(3,))["beyond"] == 1024
 
 
 def test_the_gradient_noise_scale_of_known_gradients() -> None:

@@ -51,3 +51,5 @@ def test_the_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     assert isinstance(names["model"], lmworks.Model) and torch.isfinite(names["states"][-1]).all()
     assert "".join(shown[-2]) == "The try statement"
     assert names["losses"] == losses[:6] and shown[-1][-1] == "step-00000006" and (names["saved"] / "meta.json").is_file()
+    assert shown[-1][2] == names["validated"]["validation/bits_per_byte"] > 0 and names["done"].bad == ""
+    assert names["restored"] == names["saved"] and names["session"].step == 6

@@ -49,10 +49,11 @@ def test_show_and_plan_are_those_of_the_commands(lmworks_command: Lmworks, tiny:
     options = [word for one in overrides for word in ("--set", one)]
     recipe = lmworks.load_recipe(tiny.recipe, overrides)
     assert recipe.values() == flatten(json.loads(lmworks_command("show", tiny.recipe, *options, "--json").out)["recipe"])
-    for cluster, mfu in ((None, None), ("8xh100", 0.25)):
-        more = [] if cluster is None else ["--cluster", cluster, "--mfu", str(mfu)]
+    for cluster, mfu, to in ((None, None, "pretrain"), ("8xh100", 0.25, None)):
+        more = ["--to", to] if cluster is None else ["--cluster", cluster, "--mfu", str(mfu)]
         done = lmworks_command("plan", tiny.recipe, *options, *more, "--json")
-        planned = recipe.plan(cluster, mfu=mfu)
+        planned = recipe.plan(cluster, mfu=mfu, to=to)
+        assert planned.plan.later_stages == (() if to else ("tune",))
         assert mfu in (None, planned.plan.mfu)
         assert json.loads(done.out) == json.loads(json.dumps(planned.to_json()))
         assert (done.code == 0) == (not planned.refusals) and planned.seconds > 0
@@ -71,6 +72,8 @@ def test_what_the_command_would_refuse_is_refused_with_the_same_words(
         lmworks.load_recipe(tiny.recipe, run_dir=str(tiny.run_dir)).run(to="shards")
     with pytest.raises(lmworks.UserError, match=r"'shard' is not a stage; did you mean shards\?"):
         lmworks.load_recipe(tiny.recipe).run(to="shard")
+    with pytest.raises(lmworks.UserError, match=r"^to 'shard' is not a stage; did you mean shards\?"):
+        lmworks.load_recipe(tiny.recipe).plan(to="shard")
     assert lmworks_command("plan", short, "--mfu", "7").error == _message(lambda: lmworks.load_recipe(short).plan(mfu=7))
 
 

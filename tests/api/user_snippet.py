@@ -47,6 +47,9 @@ def own_loop(recipe: lmworks.Recipe) -> float:
     with session:
         for step in range(session.step, session.steps):
             loss = session.forward_backward(session.batch(step))
-            session.optim_step(learning_rate=1e-3)
-        session.save()
+            done = session.optim_step(learning_rate=1e-3)
+            if done.rollback and not session.stops:
+                print(done.bad, session.restore())
+        bits: float = session.validate()["validation/bits_per_byte"]
+        print(bits, session.save())
     return loss

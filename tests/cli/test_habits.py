@@ -118,7 +118,9 @@ def test_what_nobody_knows_is_refused_as_before(lmworks: Lmworks) -> None:
 def completed(words: str, shell: str = "bash") -> list[str]:
     place = {"COMP_WORDS": words, "COMP_CWORD": str(words.count(" ")), "_TYPER_COMPLETE_ARGS": words}
     program = (
-        "import sys; from lmworks.cli.main import main\ntry:\n main()\nfinally:\n assert not {'torch', 'numpy', 'pyarrow'} & {*sys.modules}"
+        "import gc, sys\ncollections = lambda: gc.get_stats()[0]['collections']\nbefore = collections()\n"
+        "from lmworks.cli.main import main\ntry:\n main()\nfinally:\n assert not {'torch', 'numpy', 'pyarrow'} & {*sys.modules}\n"
+        " assert collections() - before < 30, 'garbage is collected all the time while modules are imported'"
     )
     given = os.environ | place | {COMPLETE: f"complete_{shell}"}
     done = subprocess.run([sys.executable, "-c", program], env=given, capture_output=True, encoding="utf-8", check=True)

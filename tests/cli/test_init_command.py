@@ -9,6 +9,7 @@ import random
 import shutil
 import socket
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ HOSTILE = ["-rf", "a\nb", "yaml: {x}", "#hash", "*glob*", "[br]", "http:", "~roo
 REAL = [folder / "shared" / "real" for folder in Path(__file__).resolve().parents[2:] if (folder / "shared" / "real").is_dir()]
 
 
+@cache
 def prose(seed: int, words: int = 300) -> str:
     draw = random.Random(seed)
     return " ".join(draw.choice(WORDS) + ("." if draw.random() < 0.1 else "") for _ in range(words)) + "."

@@ -123,6 +123,7 @@ def test_sign_flips_equal_the_enumeration() -> None:
 def test_newcombe_and_fisher_equal_published_values() -> None:
     found = compare_counts(48, 80, 56, 70)  # Newcombe (1998), table II, method 10, example (a): 56/70 - 48/80
     assert (found.low, found.high) == pytest.approx((0.0524, 0.3339), abs=5e-5)
+    assert found.standard_error == pytest.approx(math.sqrt(0.6 * 0.4 / 80 + 0.8 * 0.2 / 70))
     assert compare_counts(3, 4, 1, 4).p == pytest.approx(34 / 70)  # Fisher's tea tasting, two-sided
     assert compare_counts(0, 9, 0, 7).p == pytest.approx(1)
 

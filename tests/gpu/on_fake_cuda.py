@@ -9,6 +9,7 @@ torch, so this is a process of its own.
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -24,6 +25,7 @@ TESTS = Path(__file__).resolve().parent.parent
 
 
 def main() -> None:
+    gc.disable()  # each call is a fork that ends; looking for garbage among the objects of all imports takes a fifth of it
     library, planted = sys.argv[1:]
     ctypes.CDLL(library, ctypes.RTLD_GLOBAL).lmworks_install_fake_cuda()
     sys.path[:0] = [str(TESTS), *(str(folder) for folder in sorted(TESTS.iterdir()) if folder.is_dir())]

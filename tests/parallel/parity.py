@@ -112,7 +112,7 @@ THRESHOLDS = {"clip": 1.0, "clip_alone": 1.0, "clip_latent": 0.1}  # of QK-clip:
 MODELS["clip"] = MODELS["mtp"] | {"use_qk_norm": False}
 MODELS["clip_alone"] = MODELS["clip"] | {"num_key_value_heads": 4}
 MODELS["clip_latent"] = MODELS["mla"]
-STEPS, ROWS, LENGTH = 3, 8, 24
+STEPS, ROWS, LENGTH = 2, 8, 24  # the second has all that the first leaves: moments, biases of experts, gathered parameters
 CLIP = 0.5  # of the norm of the gradients, which is larger
 OF_FP16 = 2**-3  # the unit roundoff of fp16, whose significand has 11 bits, relative to that of bf16, which has 8
 
@@ -172,12 +172,12 @@ def train(
     lora: Lora | None = None, **options: Any,
 ) -> Trained:  # fmt: skip
     """Some steps on this rank of a layout (or alone); every rank returns the whole tensors of its pipeline stages. Adapters begin with a
-    B that is not 0, so that A has a gradient in the first step. Micro-batches have two rows, or one where a rank would have only one of
-    two rows, and in a pipeline."""
+    B that is not 0, so that A has a gradient in the first step. Micro-batches have half of a rank's rows, and one row in a pipeline."""
     recipe = recipe_of(kind, **options)
     ranks = Ranks(Layout(**layout))
     if micro_batch_size is None:
-        micro_batch_size = 2 if rows // (ranks.layout.dp_replicate * ranks.layout.dp_shard) >= 4 and ranks.layout.pp == 1 else 1
+        own = rows // (ranks.layout.dp_replicate * ranks.layout.dp_shard)
+        micro_batch_size = max(1, own // 2) if ranks.layout.pp == 1 else 1
     model = ParallelModel(build(recipe, ranks, torch.device("cpu"), lora), ranks)
     for name, parameter in model.named_parameters():
         if name.endswith("lora.B"):

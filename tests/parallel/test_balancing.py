@@ -36,7 +36,7 @@ def test_micro_batches_do_not_matter(kind: str, micro_batch_size: int) -> None:
 @pytest.mark.parametrize("layout", _LAYOUTS, ids=str)
 def test_layouts_do_not_matter(ranks: RankPool, layout: dict[str, Any], kind: str) -> None:
     world = layout.get("dp_shard", 1) * layout.get("tp", 1) * layout.get("dp_replicate", 1)
-    compare(alone(kind), ranks.run(train, world, layout, kind, 2))
+    compare(alone(kind), ranks.run(train, world, layout, kind))
 
 
 def test_one_micro_batch_of_each_rank_is_counted_in_its_own_forward_pass(ranks: RankPool) -> None:

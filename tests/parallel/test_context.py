@@ -40,7 +40,7 @@ CASES = [
 
 @pytest.mark.parametrize(("layout", "kind"), CASES)
 def test_equals_one_process(ranks: RankPool, layout: dict[str, Any], kind: str) -> None:
-    compare(alone(kind, 2), ranks.run(train, layout["cp"] * layout.get("dp_shard", 1), layout, kind, 2))
+    compare(alone(kind), ranks.run(train, layout["cp"] * layout.get("dp_shard", 1), layout, kind))
 
 
 def test_positions_are_those_of_one_process(ranks: RankPool) -> None:
@@ -60,13 +60,13 @@ def _positions() -> Tensor:
 
 @pytest.mark.parametrize("kind", ["mla", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dense", "tied", "sinks"))])
 def test_the_way_of_gpus_equals_one_process(ranks: RankPool, kind: str) -> None:
-    compare(alone(kind, 2), ranks.run(_train_with_blocks, 2, kind))
+    compare(alone(kind), ranks.run(_train_with_blocks, 2, kind))
 
 
 def _train_with_blocks(kind: str) -> Trained:
     with pytest.MonkeyPatch.context() as patch:
         used = flex_on_cpu(patch)
-        trained = train({"cp": 2}, kind, 2)
+        trained = train({"cp": 2}, kind)
     assert used
     return trained
 
@@ -132,14 +132,14 @@ _FAST = "gradients of keys are not summed over ranks"
 def test_a_planted_mistake_is_caught(ranks: RankPool, mistake: str) -> None:
     found = ranks.run(_train_wrongly, 2, mistake)
     with pytest.raises(AssertionError):
-        compare(alone(MISTAKES[mistake][-1], 2), found)
+        compare(alone(MISTAKES[mistake][-1]), found)
 
 
 def _train_wrongly(mistake: str) -> Trained:
     owner, name, wrong, kind = MISTAKES[mistake]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(owner, name, wrong)
-        return train({"cp": 2}, kind, 2)
+        return train({"cp": 2}, kind)
 
 
 def test_what_a_rank_keeps_shrinks_with_the_ranks(ranks: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:

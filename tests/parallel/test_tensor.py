@@ -48,7 +48,7 @@ def _world(layout: dict[str, Any]) -> int:
 
 @pytest.mark.parametrize(("layout", "kind"), FAST, ids=_name)
 def test_equals_one_process(ranks: RankPool, layout: dict[str, Any], kind: str) -> None:
-    compare(alone(kind, 2), ranks.run(train, _world(layout), layout, kind, 2))
+    compare(alone(kind), ranks.run(train, _world(layout), layout, kind))
 
 
 @pytest.mark.slow
@@ -59,11 +59,11 @@ def test_more_layouts_equal_one_process(ranks: RankPool, layout: dict[str, Any],
 
 @pytest.mark.slow
 def test_also_with_activation_checkpointing(ranks: RankPool) -> None:
-    compare(alone("moe", 2), ranks.run(_train, 2, {"tp": 2}, "moe", {"activation_checkpointing": "full"}))
+    compare(alone("moe"), ranks.run(_train, 2, {"tp": 2}, "moe", {"activation_checkpointing": "full"}))
 
 
 def _train(layout: dict[str, Any], kind: str, options: dict[str, Any]) -> Any:
-    return train(layout, kind, 2, **options)
+    return train(layout, kind, **options)
 
 
 @pytest.mark.parametrize("kind", ["dense", "moe", "mla", "delta", "lightning", "post_norm", "hybrid", "mamba_alone", "conv"])

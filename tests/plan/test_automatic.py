@@ -56,7 +56,7 @@ def test_a_pipeline_gets_the_schedule_that_leaves_it_idle_least() -> None:
 
 def test_what_fits_nowhere_is_said_with_what_would_help() -> None:
     with pytest.raises(UserError, match=r"^layout: auto: .* needs .* GiB on a device of 131 .*; the nearest that fits is \d+ x") as refused:
-        choose_layout(load_recipe("glm46-355b-a32b", ["layout=auto"]).recipe, load_cluster("1xh200"))
+        choose_layout(load_recipe("glm-15b-a3b", ["layout=auto"]).recipe, load_cluster("1xh200"))
     assert "\n" not in str(refused.value)
 
 

@@ -77,13 +77,14 @@ def settled_budget(resolved: Resolved) -> tuple[Resolved, str]:
 
 def predict(
     resolved: Resolved, cluster: str | Cluster | None = None, *, mfu: float | str | None = None, calibrate: bool = False,
-    law: LossLaw | None = None, served_tokens: float = 0.0, shipped: bool = False,
+    law: LossLaw | None = None, served_tokens: float = 0.0, shipped: bool = False, last: str | None = None,
 ) -> PlannedRun:  # fmt: skip
     """Predict a run on a cluster, by default this machine.
 
     mfu: the model FLOPs utilization to assume, from 0.001 to 1, or a run directory in which it was measured. calibrate: measure it here.
     law: the scaling law of a ladder. served_tokens: tokens that the model is to serve, where `size: auto` chooses a size. shipped: whether
-    the recipe is an example, whose files nobody has; then missing files are warnings.
+    the recipe is an example, whose files nobody has; then missing files are warnings. last: the stage with which the run ends; what only a
+    later one would do is left out, and what it would refuse is said where `lmworks run --to` refuses it.
     Raises `UserError` if there is no plan, with the first reason why the run would not start.
     """
     from lmworks.plan.automatic import this_machine
@@ -93,25 +94,28 @@ def predict(
     from lmworks.run.prediction import text_beyond_epochs
     from lmworks.run.refusals import Before, look_ahead
     from lmworks.run.stage_data import EXACT_BYTES
-    from lmworks.run.stages import stages_for
+    from lmworks.run.stages import checked_stages, stages_for
     from lmworks.ui.amounts import days
 
+    stages = [stage.name for stage in stages_for(resolved.recipe, last)]
     resolved, note = settled_budget(resolved)
     recipe, beside = resolved.recipe, resolved.path.parent
+    if calibrate and not {*(["pretrain"] if recipe.trains_base else recipe.later_stages)} & {*stages}:
+        raise UserError(f"--calibrate measures the speed of training, and nothing is trained up to {stages[-1]}; leave it out")
     where = load_cluster(cluster, beside) if isinstance(cluster, str) else cluster or this_machine(recipe.threads)
     if calibrate and cluster is not None:
         _require_devices_here(where)
     assert recipe.run_dir
     run_dir = Path(recipe.run_dir)
     before = Before(recipe, run_dir, beside, most=EXACT_BYTES, proportions=bool(note))
-    refusals = list(look_ahead(before, [stage.name for stage in stages_for(recipe)]))
+    refusals = list(look_ahead(before, [stage.name for stage in checked_stages(recipe, last)]))
     certain = [error for check, error in refusals if not check.here or (not shipped and cluster is None)]
     rehearsed, budget, short = None, None, None
     options: dict[str, Any]
     if calibrate and not recipe.trains_base and not refusals:
         from lmworks.run.rehearsal import rehearse
 
-        rehearsed = rehearse(resolved, before.data, before.tokenizer)
+        rehearsed = rehearse(resolved, before.data, before.tokenizer, last)
         options = {"measured_mfu": rehearsed.mfu, "measured_source": rehearsed.how, "layout_in_mfu": False}
     else:
         measured, source, whole = _mfu(mfu, recipe, where, calibrate and recipe.trains_base)
@@ -119,8 +123,9 @@ def predict(
     if note:  # there is a time, and no run has turned it into tokens yet
         assert recipe.time is not None
         fitted, made, budget = fit_time(
-            resolved, where, float(recipe.time), choose_size=recipe.size == "auto", served_tokens=served_tokens, law=law, **options
-        )
+            resolved, where, float(recipe.time), choose_size=recipe.size == "auto", served_tokens=served_tokens, law=law,
+            stages=stages, **options,
+        )  # fmt: skip
         short = text_beyond_epochs(fitted.recipe, run_dir)
     else:
         if recipe.time is not None:
@@ -128,7 +133,7 @@ def predict(
         try:
             made = make_plan(
                 recipe, resolved.fingerprint, where, unfit=True, data=before.data,
-                measured=rehearsed.stages if rehearsed is not None and cluster is None else None, **options,
+                measured=rehearsed.stages if rehearsed is not None and cluster is None else None, stages=stages, **options,
             )  # fmt: skip
         except ValueError:
             if not certain:
@@ -137,7 +142,7 @@ def predict(
     doubtful = [f"on this machine, the run would refuse: {error}" for _, error in refusals if error not in certain]
     doubtful += [short] if short else []
     warnings = [*before.notes, *doubtful] if cluster is None else doubtful
-    return PlannedRun(made, budget, tuple(certain), tuple(warnings), note, law)
+    return PlannedRun(made, budget, tuple(certain), tuple(warnings), note, law if made.phases else None)
 
 
 def _require_devices_here(cluster: Cluster) -> None:

@@ -62,14 +62,18 @@ class Recipe:
         """Where a value came from: default, preset, recipe, override, or derived with its formula. Raises `KeyError` for no key."""
         return self._resolved.origins[key]
 
-    def plan(self, cluster: str | Cluster | None = None, *, mfu: float | str | None = None, calibrate: bool = False) -> PlannedRun:
+    def plan(
+        self, cluster: str | Cluster | None = None, *, mfu: float | str | None = None, calibrate: bool = False, to: str | None = None
+    ) -> PlannedRun:
         """Predict parameters, FLOPs, memory, time and cost, as `lmworks plan` does; what the run would refuse is in `refusals`.
 
         cluster: a cluster file, a name, or a number of GPUs such as "8xh100"; by default this machine. mfu: model FLOPs utilization to
-        assume, or a run directory in which it was measured. calibrate: measure it on this machine, half a minute.
+        assume, or a run directory in which it was measured. calibrate: measure it on this machine, half a minute. to: the last stage of the
+        run, as of `run`.
         Raises `UserError` if there is no plan.
         """
-        return predict(self._resolved, cluster, mfu=mfu, calibrate=calibrate, shipped=self._shipped)
+        require_stage(to, "to")
+        return predict(self._resolved, cluster, mfu=mfu, calibrate=calibrate, shipped=self._shipped, last=to)
 
     def run(self, to: str | None = None, allow: Sequence[str] = (), *, quiet: bool = False) -> Run:
         """Run the stages up to and including `to` (by default all), as `lmworks run` does: stages that are done are skipped, others are

@@ -135,7 +135,10 @@ class Run:
         found = next((one for one in MODEL_STAGES if one.stage == stage), None)
         if found is None:
             raise UserError(f"{stage!r} has no metrics; take one of {', '.join(one.stage for one in MODEL_STAGES)}")
-        table = Table.of(read(found.place(self.path)), ("step", "time"))
+        steps: dict[int, dict[str, Any]] = {}
+        for line in read(found.place(self.path)):  # a loop of one's own logs a validation after the step
+            steps.setdefault(line["step"], {}).update(line)
+        table = Table.of([*steps.values()], ("step", "time"))
         if names is None:
             return table
         wanted = ["step", *(name for name in names if name != "step")]

@@ -1,13 +1,14 @@
-"""Training step by step, for a loop of your own: forward and backward, optimizer step, sample, save.
+"""Training step by step, for a loop of your own: forward and backward, optimizer step, validate, sample, save, restore.
 
 The steps are those of pretraining, with the trainer that `lmworks run` uses: a loop over `batch`, `forward_backward` and `optim_step`
-computes the same bits, and `lmworks run` resumes from what `save` writes.
+computes the same bits, steps are judged by the same policies, and `lmworks run` resumes from what `save` writes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ from lmworks.run.stages import STAGES, StageContext, record_pretraining_text, tr
 from lmworks.run.start import choose_mesh_here, start_run
 from lmworks.shards.batch import IGNORE, PADDING, Batch, fill_padding
 from lmworks.tokenizer import load as load_tokenizer
+from lmworks.train.own_loop import JudgedStep, OwnLoopTrainer
 from lmworks.train.pretrain import open_pretraining
 from lmworks.train.step import Gradients
 from lmworks.ui.terminal import Terminal
@@ -32,7 +34,6 @@ from lmworks.watch.ledger import RunLock
 if TYPE_CHECKING:
     from lmworks.recipe.load import Resolved
     from lmworks.recipe.schema.recipe import Recipe
-    from lmworks.train.step import StepValues
 
 
 class TrainingSession:
@@ -64,7 +65,9 @@ class TrainingSession:
             record_pretraining_text(context)
             stage = next(one for one in STAGES if one.name == "pretrain")
             write_stamp(self.path / stage.folder, stage, stage_inputs(stage, self.recipe, self.path, recorded_files(self.path)))
-            self._trainer = stack.enter_context(open_pretraining(training_context(context)))
+            trainer = stack.enter_context(open_pretraining(replace(training_context(context), trainer=OwnLoopTrainer)))
+            assert isinstance(trainer, OwnLoopTrainer)
+            self._trainer = trainer
             stack.enter_context(self._trainer.metric_log())
             self._trainer.begin_steps()
             self._open = stack.pop_all()
@@ -126,21 +129,43 @@ class TrainingSession:
         self._gradients = found if self._gradients is None else self._gradients + found
         return float(found.sums.cross_entropy) / max(batch.valid_tokens, 1)
 
-    def optim_step(self, learning_rate: float | None = None) -> StepValues:
-        """Clip the gradients, update the weights, and go to the next step; returns loss, gradient norm and counts.
+    def optim_step(self, learning_rate: float | None = None) -> JudgedStep:
+        """Clip the gradients, update the weights, and go to the next step; returns loss, gradient norm and counts, and how the step was
+        judged by `stability` of the recipe.
 
-        learning_rate: in place of that of the schedule; other rates of the recipe keep their proportion to it. An update that is not finite
-        is not applied. Raises `UserError` without a `forward_backward` before.
+        The update of a bad step (a loss or a gradient norm that is not finite, or a spike) is not applied; `bad` says why. `rollback` is
+        True where a run would go back to a checkpoint: call `restore`, or go on, which accepts the level after spikes as the new one. Steps
+        of weighted labels are no spikes. Bad batches are saved for `lmworks replay`.
+
+        learning_rate: in place of that of the schedule; other rates of the recipe keep their proportion to it.
+        Raises `UserError` without a `forward_backward` before, and where a run would stop: after `stability.max_bad_steps` steps in a row
+        that were not finite, without a checkpoint or a rollback left.
         """
-        if self._gradients is None:
+        gradients, self._gradients = self._gradients, None
+        if gradients is None:
             raise UserError("there are no gradients; call forward_backward first")
         factor = None
         if learning_rate is not None:
             if not 0 <= learning_rate < float("inf"):
                 raise UserError(f"learning_rate is a number from 0 on, not {learning_rate}")
             factor = learning_rate / float(self.recipe.optimizer.learning_rate or 1.0)
-        found, self._gradients = self._trainer.update(self._gradients, factor), None
-        return found
+        return self._trainer.update(gradients, factor)
+
+    def validate(self) -> dict[str, float]:
+        """Measure the model on the held-out text of the run's validations, with averaged weights if the recipe has them. Returns the
+        metrics that it logs: `validation/bits_per_byte` and `validation/loss` (nats per token) of all text, and those of each domain, such
+        as `validation/DOMAIN/bits_per_byte`. A `save` after it has this value for `checkpoints.keep_best`, and early stopping counts it.
+
+        Raises `UserError` between `forward_backward` and `optim_step`.
+        """
+        if self._gradients is not None:
+            raise UserError("a step has begun; call optim_step before validate")
+        return self._trainer.validate()
+
+    @property
+    def stops(self) -> bool:
+        """Whether early stopping would end a run after the last `validate` (`train.early_stopping`); your loop decides."""
+        return self._trainer.stops
 
     def model(self) -> Model:
         """The model with its current weights, to sample from and to measure. It shares them: ask for it again after an `optim_step`."""
@@ -153,6 +178,17 @@ class TrainingSession:
         """Save a checkpoint; returns its folder. It can be evaluated, served and exported, and `lmworks run` resumes from it. Raises
         `UserError` if weights are not finite, or the disk is full."""
         return self._trainer.save()
+
+    def restore(self, step: int | None = None, *, skip: bool = False) -> Path:
+        """Go back to a checkpoint of this run: weights, optimizer state, position in the data, and what the policies have seen; returns its
+        folder. Gradients are dropped, the metrics of later steps are cut, and later checkpoints are set aside, as by a rollback of a run.
+
+        step: that of the checkpoint. By default the one that a step with `rollback` calls for, without the data that a run would skip; else
+        the newest. skip: leave out the batches since the checkpoint, at most the last `stability.skip_steps` of them.
+        Raises `UserError` if there is no good checkpoint of this step.
+        """
+        self._gradients = None
+        return self._trainer.restore(step, skip)
 
     def _require_step(self, step: int) -> None:
         if not 0 <= step < self.steps:

@@ -15,6 +15,7 @@ import typer
 
 from lmworks.cli import completion
 from lmworks.errors import UserError
+from lmworks.run.start import HEADINGS
 from lmworks.ui.terminal import Terminal
 
 if TYPE_CHECKING:
@@ -49,6 +50,12 @@ SizeOption = Annotated[
 TimeOption = Annotated[
     str | None,
     typer.Option("--time", metavar="T", help="Wall time of the whole run, such as 8min; token budgets are scaled by the measured speed."),
+]
+ToOption = Annotated[
+    str | None,
+    typer.Option(
+        "--to", metavar="STAGE", autocompletion=completion.stages, help=f"Last stage of the run: {', '.join(HEADINGS)}; by default all."
+    ),
 ]
 DeviceOption = Annotated[
     str | None,

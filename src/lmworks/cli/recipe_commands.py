@@ -8,9 +8,10 @@ from typing import Annotated
 import typer
 
 from lmworks.cli import completion
-from lmworks.cli.options import JsonOption, RecipeArgument, SetOption, SizeOption, TimeOption, console, print_json, within
+from lmworks.cli.options import JsonOption, RecipeArgument, SetOption, SizeOption, TimeOption, ToOption, console, print_json, within
 from lmworks.errors import UserError, raise_first
 from lmworks.recipe.schema.units import Seconds, Tokens
+from lmworks.run.start import require_stage
 
 
 def register(app: typer.Typer) -> None:
@@ -70,6 +71,7 @@ def plan(
         ),
     ] = None,
     size: SizeOption = None,
+    last: ToOption = None,
     time: Annotated[
         str | None, typer.Option("--time", metavar="T", help="Time of pretraining, such as 3d; the tokens are scaled to fill it.")
     ] = None,
@@ -95,12 +97,14 @@ def plan(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Predict parameters, FLOPs, memory, mesh layout, time, cost and disk space of a run. --time and --money set its tokens and size."""
+    """Predict parameters, FLOPs, memory, mesh layout, time, cost and disk space of a run, up to a stage with --to. --time and --money set
+    its tokens and size."""
     from lmworks.api.planning import predict
     from lmworks.plan.laws import load_law
     from lmworks.plan.render import render
     from lmworks.recipe.load import load_recipe
 
+    require_stage(last, "--to")
     law = load_law(ladder) if ladder else None
     words, size = _budget_overrides(recipe, cluster, time, money, size)
     resolved = load_recipe(recipe or _DEFAULT_RECIPE, [*overrides, *words], size)
@@ -110,12 +114,12 @@ def plan(
         raise UserError("--served-tokens chooses a size; give --size auto and --time or --money with it")
     found = predict(
         resolved, cluster, mfu=mfu, calibrate=calibrated, law=law, served_tokens=_served(served) if served is not None else 0.0,
-        shipped=recipe is None or not Path(recipe).exists(),
+        shipped=recipe is None or not Path(recipe).exists(), last=last,
     )  # fmt: skip
     if as_json:
         print_json(found.to_json())
     else:
-        console().print(render(found.plan, found.budget, law))
+        console().print(render(found.plan, found.budget, found.law))
         for line in filter(None, (found.note, *found.warnings, *map(str, found.refusals[1:]))):
             console().print(line, style="yellow")
     for error in found.refusals:

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from lmworks.cli import checkpoint_commands, completion, corpus_commands, data_commands, evaluate_commands, launch_commands
+from lmworks.cli import checkpoint_commands, corpus_commands, data_commands, evaluate_commands, launch_commands
 from lmworks.cli.options import (
     AllowOption,
     JsonOption,
@@ -20,6 +20,7 @@ from lmworks.cli.options import (
     SetOption,
     SizeOption,
     TimeOption,
+    ToOption,
     console,
     print_json,
     within,
@@ -57,13 +58,7 @@ def register(app: typer.Typer) -> None:
 
 def run(
     recipe: RecipeArgument, overrides: SetOption, allow: AllowOption, size: SizeOption = None, time: TimeOption = None,
-    last: Annotated[
-        str | None,
-        typer.Option(
-            "--to", metavar="STAGE", autocompletion=completion.stages,
-            help=f"Last stage to run: {', '.join(HEADINGS)}; by default all are run.",
-        ),
-    ] = None,
+    last: ToOption = None,
 ) -> None:  # fmt: skip
     """Run all stages of a recipe, from raw text to an exported model; stages that are done are skipped, others are resumed or repeated."""
     require_stage(last, "--to")

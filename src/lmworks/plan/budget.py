@@ -7,7 +7,7 @@ open: compute-optimal, or smaller and trained for longer if many tokens are to b
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -98,16 +98,17 @@ def seconds_for_money(dollars: float, cluster: Cluster) -> float:
 def fit_time(
     resolved: Resolved, cluster: Cluster, seconds: float, *, choose_size: bool, served_tokens: float = 0.0, law: LossLaw | None = None,
     measured_mfu: float | None = None, measured_source: str = "measured here", layout_in_mfu: bool = True,
+    stages: Collection[str] | None = None,
 ) -> tuple[Resolved, Plan, TimeBudget]:
     """The recipe with the size and token budgets whose pretraining takes `seconds` on the cluster, and its plan.
 
-    The last three arguments are those of `make_plan`.
+    The last four arguments are those of `make_plan`.
 
     With `choose_size`, the size for which the time is optimal (`Tradeoff`); otherwise the recipe's own. Raises `UserError` if no size fits
     into the memory.
     """
     planner = partial(
-        make_plan, cluster=cluster, measured_mfu=measured_mfu, measured_source=measured_source, layout_in_mfu=layout_in_mfu
+        make_plan, cluster=cluster, measured_mfu=measured_mfu, measured_source=measured_source, layout_in_mfu=layout_in_mfu, stages=stages
     )
     mfu = expected_mfu(cluster, resolved.recipe.model)[0] if measured_mfu is None else measured_mfu
     fitter = _Fitter(resolved, cluster, seconds, mfu, planner)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from lmworks.parallel.pipeline_stages import micro_batches_for
@@ -13,7 +13,7 @@ from lmworks.plan.costs import Disk, Overheads, Saves, courses, device_hours, di
 from lmworks.plan.counts import Counts, count_by_component, flops_per_token
 from lmworks.plan.layout import MARGIN, DoesNotFit, Placement, choose, describe, devices
 from lmworks.plan.memory import GIB, kv_cache_bytes, kv_cache_shrink
-from lmworks.plan.stages import StageData, assumptions, lora_of, stages_as_phases
+from lmworks.plan.stages import StageData, assumptions, lora_of, recipe_until, stages_as_phases
 from lmworks.recipe.phases import in_force, positions, warnings
 from lmworks.recipe.schema.layout import Cluster, Layout, world_size
 from lmworks.recipe.schema.model import Model
@@ -155,7 +155,9 @@ class Plan:
         found = []
         if self.later_stages:
             found.append(f"stages after pretraining ({', '.join(self.later_stages)})")
-        if not self.trains_base and not self.stages:
+        if not self.phases and not self.stages:
+            found.append("what the stages before training do; nothing is trained")
+        if self.phases and not self.trains_base and not self.stages:
             found.append(
                 "what the stages do besides training steps: reading data, loading weights, reference scores, writing answers, validation, "
                 "evaluation before and after, export (--calibrate measures all of it)"
@@ -231,6 +233,16 @@ def _other_engines(recipe: Recipe) -> Iterator[str]:
         )
 
 
+def _trained(recipe: Recipe, data: Mapping[str, StageData], stages: Collection[str] | None) -> tuple[Recipe, Disk]:
+    """The recipe with what is trained as its phases, and what it writes: no phases and no checkpoints if it ends before its training."""
+    found = stages_as_phases(recipe, data)
+    held = disk(found)
+    if stages is not None and "pretrain" not in stages:
+        found = found.model_copy(update={"train": found.train.model_copy(update={"phases": []})})
+        held = replace(held, data=held.data if "shards" in stages else 0.0)
+    return found, held if found.train.phases else Disk(0.0, 0, held.data, 0.0)
+
+
 def make_plan(
     recipe: Recipe,
     fingerprint: str,
@@ -242,8 +254,9 @@ def make_plan(
     unfit: bool = False,
     data: Mapping[str, StageData] | None = None,
     measured: Mapping[str, Mapping[str, float]] | None = None,
+    stages: Collection[str] | None = None,
 ) -> Plan:
-    """Plan a resolved recipe on a cluster.
+    """Plan a resolved recipe on a cluster, up to the last of `stages` (by default all that it has).
 
     `layout` (by default that of the cluster, or that of the recipe if it is for more than one device) is used for all phases. Without one
     each phase gets the smallest that fits, because a longer context may need another (checkpoints can be resharded); with `layout: auto`
@@ -253,18 +266,18 @@ def make_plan(
     bubble, so they are added to the time. `data` is what was read of the data of the stages after pretraining. Raises `UserError` for a
     layout that is not legal, or does not fit unless `unfit` is set: then `Plan.shortages` says so.
     """
-    later = tuple(recipe.later_stages) if recipe.trains_base else ()
-    data, whole = data or {}, recipe
-    recipe = stages_as_phases(recipe, data)
+    whole = recipe_until(recipe, stages)
+    data = {name: found for name, found in (data or {}).items() if name in whole.later_stages}
+    later = tuple(whole.later_stages) if whole.trains_base else ()
+    recipe, held = _trained(whole, data, stages)
     named = cluster.layout if cluster.layout and not cluster.layout.auto else None
     given = layout or named or (recipe.layout if world_size(recipe.layout) > 1 else None)
-    if given is None and recipe.layout.auto:
+    if given is None and recipe.layout.auto and recipe.train.phases:
         given = choose_layout(recipe, cluster).layout
     total = devices(cluster)
     model = recipe.model
     mfu, mfu_source = (measured_mfu, measured_source) if measured_mfu is not None else expected_mfu(cluster, model)
     counts = count_by_component(model)
-    held = disk(recipe)
     phases, shortages, ran = [], list[DoesNotFit](), courses(recipe.train.phases)
     for phase, trained, here, course in zip(recipe.train.phases, in_force(recipe), positions(recipe), ran, strict=True):
         try:

@@ -16,9 +16,9 @@ from lmworks.ui.amounts import amount, days, size
 
 def render(plan: Plan, budget: TimeBudget | None = None, law: LossLaw | None = None) -> RenderableType:
     """All tables of the plan, with the loss that a law predicts."""
+    trained = [_phases(plan), *_positions(plan), *_data(plan), *_stages(plan), _layouts(plan), _memory(plan)] if plan.phases else []
     return Group(
-        _title(plan), *_budget(budget), *_loss(plan, law), _parameters(plan), _phases(plan), *_positions(plan), *_data(plan),
-        *_stages(plan), _layouts(plan), _memory(plan), _costs(plan), *_warnings(plan),
+        _title(plan), *_budget(budget), *_loss(plan, law), _parameters(plan), *trained, _costs(plan), *_warnings(plan),
     )  # fmt: skip
 
 
@@ -177,7 +177,11 @@ def _memory(plan: Plan) -> Table:
 def _costs(plan: Plan) -> Table:
     table = _table("\nCosts", "", "")
     table.columns[1].justify, table.show_header = "left", False
-    cluster = plan.cluster
+    cluster, files = plan.cluster, ("token files", f"at most {size(plan.disk.data)}")
+    if not plan.phases:
+        table.add_row("time", f"not counted: {plan.not_counted}")
+        table.add_row(*files)
+        return table
     attention = plan.flops - plan.flops_parameters - plan.flops_mtp
     mtp = f", {plan.flops_mtp:.3g} for MTP" if plan.flops_mtp else ""
     table.add_row("operations", f"{plan.flops:.3g} FLOP: {plan.flops_parameters:.3g} for 6N, {attention:.3g} for attention{mtp}")
@@ -217,7 +221,7 @@ def _costs(plan: Plan) -> Table:
             f"failure in {days(found.between_failures)} is expected on {plan.devices:,} device{'s' * (plan.devices > 1)} (rate of Llama 3, "
             f"arXiv:2407.21783): saves and repeated work take {found.lost:.2%} of the time",
         )
-    table.add_row("token files", f"at most {size(plan.disk.data)}")
+    table.add_row(*files)
     shrink = f", {plan.kv_cache_shrink:g} times smaller than without {plan.kv_cache_by}" if plan.kv_cache_shrink > 1 else ""
     table.add_row("KV cache", f"{size(plan.kv_cache)} per sequence of {plan.max_length:,} tokens in bf16{shrink}")
     return table

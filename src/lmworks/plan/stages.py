@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -170,6 +170,13 @@ def lora_of(phase: Phase) -> Lora | None:
 def has_rollouts(phase: Phase) -> bool:
     """Whether the ranks draw answers in a phase."""
     return isinstance(phase, StagePhase) and phase.rollouts
+
+
+def recipe_until(recipe: Recipe, stages: Collection[str] | None) -> Recipe:
+    """The recipe of a run that has only these of its stages (None: all), without what the others would train."""
+    if stages is None:
+        return recipe
+    return recipe.model_copy(update={name: None for name in recipe.later_stages if name not in stages})
 
 
 def stages_as_phases(recipe: Recipe, data: Mapping[str, StageData] | None = None) -> Recipe:

@@ -24,7 +24,7 @@ from lmworks.io import files
 from lmworks.io.files import read_json, temporary_folder, write_json
 from lmworks.metrics.log import read
 from lmworks.metrics.names import ELAPSED
-from lmworks.plan.stages import StageData
+from lmworks.plan.stages import StageData, recipe_until
 from lmworks.recipe.changes import as_tree
 from lmworks.recipe.document import Keys
 from lmworks.recipe.load import Resolved
@@ -58,12 +58,13 @@ class Rehearsed:
         return sum(self.stages.get(stage, {}).values())
 
 
-def rehearse(resolved: Resolved, data: Mapping[str, StageData], tokenizer: Tokenizer | None) -> Rehearsed:
-    """Run the recipe in little, in a temporary folder, and return what the whole run will take. The result is kept for the prediction that
-    the run records. Raises `UserError` for what the run would refuse."""
+def rehearse(resolved: Resolved, data: Mapping[str, StageData], tokenizer: Tokenizer | None, last: str | None = None) -> Rehearsed:
+    """Run the recipe in little, up to and including the stage `last`, in a temporary folder, and return what the run will take. The result
+    is kept for the prediction that a run of all stages records. Raises `UserError` for what the run would refuse."""
     from lmworks.run.runner import run_stages
+    from lmworks.run.stages import stages_for
 
-    recipe = resolved.recipe
+    recipe = recipe_until(resolved.recipe, [stage.name for stage in stages_for(resolved.recipe, last)])
     assert recipe.run_dir
     beside = Path(recipe.run_dir).absolute().parent  # on the disk to which the run will write
     while not beside.is_dir():
@@ -72,14 +73,15 @@ def rehearse(resolved: Resolved, data: Mapping[str, StageData], tokenizer: Token
     with temporary_folder(beside, ".lmworks-rehearsal-") as folder, _without_output():
         run_dir = folder / "run"
         little = resolved.settled(_little(recipe, data, run_dir))
-        run_stages(little, on_event=lambda event: None, resume_command="")
+        run_stages(little, last=last, on_event=lambda event: None, resume_command="")
         whole = time.monotonic() - began
-        stages, mfu = _extrapolated(recipe, little.recipe, data, run_dir, tokenizer, whole)
+        stages, mfu = _extrapolated(recipe, little.recipe, data, run_dir, tokenizer, whole, last)
     how = f"measured here, in a rehearsal of {whole:.0f} s with {STEPS} steps of each stage"
     found = Rehearsed(stages, mfu, how)
-    kept = _kept_at(recipe, data)
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    write_json(kept, asdict(found))
+    if last is None:
+        kept = _kept_at(recipe, data)
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        write_json(kept, asdict(found))
     return found
 
 
@@ -147,16 +149,17 @@ def _fewer_pairs(options: Dpo, found: StageData | None) -> dict[Keys, Any]:
 
 
 def _extrapolated(
-    recipe: Recipe, little: Recipe, data: Mapping[str, StageData], run_dir: Path, tokenizer: Tokenizer | None, whole: float
+    recipe: Recipe, little: Recipe, data: Mapping[str, StageData], run_dir: Path, tokenizer: Tokenizer | None, whole: float,
+    last: str | None,
 ) -> tuple[dict[str, dict[str, float]], float]:  # fmt: skip
-    """Seconds of the whole run by stage and part, and the MFU."""
+    """Seconds of the run up to `last` by stage and part, and the MFU."""
     from lmworks.run.run_dir import seconds_by_stage
     from lmworks.run.stages import stages_for
 
     took = {stage: float(seconds or 0) for stage, seconds in seconds_by_stage(run_dir).items()}
     stages: dict[str, dict[str, float]] = {START: {"checks and data": max(0.0, whole - sum(took.values()))}}
     mfu = 0.0
-    for stage in stages_for(recipe):
+    for stage in stages_for(recipe, last):
         if stage.name in recipe.later_stages:
             stages[stage.name] = _training(recipe, stage.name, data.get(stage.name), run_dir, took[stage.name])
             mfu = mfu or statistics.median(line.get("perf/mfu", 0.0) for line in read(run_dir / stage.name))

@@ -41,7 +41,7 @@ from lmworks.run.run_dir import (
     stale_reason,
     write_stamp,
 )
-from lmworks.run.stages import STAGES, STAMP, Stage, StageContext, clear, stages_for
+from lmworks.run.stages import STAGES, STAMP, Stage, StageContext, checked_stages, clear, stages_for
 from lmworks.watch import run_end
 from lmworks.watch.ledger import LEDGER, Ledger, RunLock
 from lmworks.weights.frozen_tokenizer import require_same, weights_of
@@ -195,7 +195,7 @@ def _run_first_rank(
             for stage in waiting:
                 require_own_folder(run_dir, stage)
             if waiting:
-                _look_ahead(context, recipe, state, stages if not trains else stages_for(recipe), settled is None, on_event)
+                _look_ahead(context, recipe, state, checked_stages(recipe, last), settled is None, on_event)
             require_same(run_dir, weights_of(run_dir))
             _record_changes(run_dir, state)
             _record_layout(run_dir, recipe)

@@ -284,6 +284,13 @@ def stages_for(recipe: Recipe, last: str | None = None) -> list[Stage]:
     return chosen if last is None else chosen[: names.index(last) + 1]
 
 
+def checked_stages(recipe: Recipe, last: str | None = None) -> list[Stage]:
+    """The stages of which a run up to `last` looks for refusals: once it trains, all of the recipe, since what it trains would be of no use
+    to a later stage that cannot begin."""
+    stages = stages_for(recipe, last)
+    return stages_for(recipe) if any(stage.name == "pretrain" for stage in stages) else stages
+
+
 def clear(folder: Path) -> None:
     """Delete what an older recipe or a killed run has left in a stage's folder. The stamp is kept; it marks the folder as ours."""
     for path in folder.iterdir() if folder.is_dir() else ():

@@ -113,20 +113,31 @@ class FaultHandler:
 
         Returns False where the run continues without a rollback; raises `UserError` where it must not continue.
         """
-        found = self._target(request.step) if self.policy.may_roll_back(self.history, phase_began) else None
+        found = self.target(step, phase_began, request)
         if found is None:
-            if request.stop is not None:
-                raise self.policy.give_up(step, request, self.history)
-            self.policy.accept(step)
             return False
         skip = self.policy.window(step, found) if request.skip else None
         if skips_same is not None:
             skip = skips_same(found, skip, self.skips)
-        made = Rollback(step, found, skip, request.reason)
+        begun = step if request.reason else step + 1  # as `shown_step` counts it
+        made = Rollback(begun, found, skip, request.reason)
         self._report(skips.ROLLBACK, **asdict(made))
         self.history.append(made)
-        self._warn(f"step {step + 1:,}: {request.reason}; going back to step {found:,}{skips.skipped_steps(skip)}")
+        why = f"{request.reason}; " if request.reason else ""
+        self._warn(f"step {step + 1:,}: {why}going back to step {found:,}{skips.skipped_steps(skip)}")
         return True
+
+    def target(self, step: int, phase_began: int, request: RollbackRequest) -> int | None:
+        """The step of the checkpoint that a rollback goes back to. None where the run continues without one, at the new level of the loss;
+        raises `UserError` where it must not continue."""
+        if request.to_step is not None:
+            return request.to_step
+        found = self._newest_good(request.step) if self.policy.may_roll_back(self.history, phase_began) else None
+        if found is None:
+            if request.stop is not None:
+                raise self.policy.give_up(step, request, self.history)
+            self.policy.accept(step)
+        return found
 
     def report_not_finite(self, step: int, first_operator: str | None, update: tuple[int, int] = (0, 1)) -> None:
         """Report the first operator with a result that is not finite in a step; `first_operator` is that of this rank, if it has one.
@@ -156,7 +167,7 @@ class FaultHandler:
             raise UserError(f"stopped at step {step + 1}: {stop}")
         return RollbackRequest(step, f"silent corruption on {found}", stop, skip=False)
 
-    def _target(self, at_most: int) -> int | None:
+    def _newest_good(self, at_most: int) -> int | None:
         """The newest good checkpoint of a step at most this; or, if the last rollback led there and did not help, the one before it."""
         found = self.checkpoints.latest_good(at_most, self.is_undone)
         if found is not None and self.history and self.history[-1].to_step == listing.step_of(found):

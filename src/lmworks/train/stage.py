@@ -114,6 +114,7 @@ class TrainingContext:
     load_start: fills the model with the weights of `start_from`; returns what they were.
     load_adapter: fills adapters of a checkpoint from the folder that `lora.init_from` names.
     make_evaluation: prepares what is evaluated every `evaluate.every`, in batches of so many rows of so many tokens.
+    trainer: the class of the trainer, another one where the loop is the caller's.
     run: trains with the trainer of the stage; a profile measures here.
     held: what the stage holds, for a report when memory runs out.
     """
@@ -129,6 +130,7 @@ class TrainingContext:
     load_start: LoadStart | None = None
     load_adapter: LoadAdapter | None = None
     make_evaluation: MakeEvaluation | None = None
+    trainer: type[Trainer] = Trainer
     run: Callable[[Trainer], None] = lambda trainer: trainer.run()
     held: Held = field(default_factory=Held)
 
@@ -218,7 +220,9 @@ def open_trainer(
             monitor = ForgettingMonitor(recipe, run_dir, stage.stage, model, tokenizer, files.ledger.write)
             validate = setup.validate
             setup.validate = lambda step: validate(step) | monitor.measure()
-        trainer = Trainer(recipe, model, optimizer, setup, files, stage, context.flops_per_token, context.heartbeat, context.resume_command)
+        trainer = context.trainer(
+            recipe, model, optimizer, setup, files, stage, context.flops_per_token, context.heartbeat, context.resume_command
+        )  # fmt: skip
         context.held.trainer = trainer
         trainer.resume()
         context.held.first_step = trainer.step

@@ -189,6 +189,7 @@ class StepInspector:
         self.bad_steps += not good
         # An overflow that a smaller scale avoids is how fp16 finds its scale, and no fault.
         if not good and math.isfinite(loss) and self._state.scaler is not None and not values.scale_exhausted:
+            self._faults.policy.fault = ""
             return None
         number = min(values.updates or 0, len(updates) - 1)
         trained = updates[number]

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from lmworks.errors import UserError
 from lmworks.host.counters import process_identity
 from lmworks.host.machine import keep_freed_memory
 from lmworks.io import jsonl
-from lmworks.io.run_layout import USED, ModelStage, checkpoint_name
+from lmworks.io.run_layout import USED, ModelStage
 from lmworks.metrics.log import FILE as METRICS
 from lmworks.metrics.log import MetricLog, NoMetrics
 from lmworks.metrics.names import ELAPSED, describe
@@ -47,17 +46,13 @@ from lmworks.train.observe.step_metrics import FlopsPerToken, StepMetrics, atten
 from lmworks.train.observe.trained_rows import StepRecord, combined, row_hashes
 from lmworks.train.saving import Intervals, Saver, StageFiles, TrainingState, all_finite, is_due, refuse_if_all_damaged
 from lmworks.train.step import (
-    Gradients,
     Objective,
     StepFlags,
     StepResult,
     StepValues,
     Trained,
-    accumulate_gradients,
     all_reduce_flags,
-    apply_gradients,
     micro_batch_of,
-    read_values,
     seed_dropout,
     train_step,
 )
@@ -165,46 +160,6 @@ class Trainer:
         """Save and validate after `step` steps, and do nothing else besides the steps before: for a profile, before `run`."""
         self._intervals = replace(self._intervals, save=step, validate=step, log=1, sample=2 * self.curriculum.steps + 1, evaluate=None)
         self._saver.every(step)
-
-    def begin_steps(self) -> None:
-        """Prepare for `accumulate` and `update`, by which a caller trains in place of `run`, inside of `metric_log`."""
-        self._start()
-
-    def accumulate(self, batch: Batch, normalizer: float | None, first: bool) -> Gradients:
-        """Forward and backward of a batch in place of that of the step; `first` clears the gradients before. See `train_step`."""
-        self._enter_phase(self.step)
-        if first:
-            self._begin_step()
-            self.optimizer.zero_grad()
-        return accumulate_gradients(self.model, batch, self._micro_batch(batch), normalizer=normalizer, scaler=self._state.scaler)
-
-    def update(self, gradients: Gradients, lr_factor: float | None = None) -> StepValues:
-        """Update the weights at the peak learning rates times `lr_factor` (by default the schedule's), log the step, and go to the next."""
-        assert self._boundary.phase is not None
-        self._lr_factor = self.curriculum.lr_factor(self.step) if lr_factor is None else lr_factor
-        result = apply_gradients(
-            self.model, self.optimizer, gradients, self._lr_factor, self.recipe.optimizer.max_grad_norm,
-            self._boundary.phase.bias_update_rate, self._state.scaler, penalty=self._boundary.penalty,
-        )  # fmt: skip
-        self._state.add_expert_counts(result)
-        found = read_values(result, self._state.scaler)
-        self.step += 1
-        rate = self._lr_factor * float(self.recipe.optimizer.learning_rate or 0.0)
-        values = {"train/loss": found.loss, "optim/grad_norm": found.grad_norm, "optim/learning_rate": rate}
-        self._log.write(self.step, {name: value for name, value in values.items() if math.isfinite(value)})
-        return found
-
-    def save(self) -> Path:
-        """Save a checkpoint of the step, which `run` resumes from; returns its folder. Raises `UserError` if that fails, or if weights are
-        not finite."""
-        if (failure := self._save(wait=True)) is not None:
-            raise failure
-        if self._saver.saved != self.step:
-            raise UserError(
-                f"the weights after step {self.step:,} are not finite, and were not saved; open the session again to go on from the newest "
-                "checkpoint"
-            )
-        return self.files.checkpoints.directory / checkpoint_name(self.step)
 
     def _begin_step(self) -> None:
         """Seed the dropout of a step, and set the temperature of its routers and the share of its QK norm."""

@@ -137,11 +137,13 @@ class Validator:
         self._stage, self._keep_best, self._use_best = stage, keep_best or use_best, use_best
 
     def run(self, step: int, ema: Ema | None) -> dict[str, float]:
-        """Validate the model after `step` steps, with its averaged weights where there are any; the metrics."""
+        """Validate the model after `step` steps, with its averaged weights where there are any; the metrics. The same step again counts
+        once for early stopping."""
         began = time.monotonic()
         with self._model.ema_weights(ema):
             values = self._validate(step)
-        self.early_stopping.observe(step, values)
+        if step not in self.measured:
+            self.early_stopping.observe(step, values)
         name = self.metric = self.early_stopping.metric(values)
         self.measured = {step: values[name]} if name is not None and math.isfinite(values[name]) else {}
         if self._ended_early(step):

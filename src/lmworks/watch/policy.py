@@ -67,10 +67,14 @@ class BadSteps:
         """Whether there were `max_in_a_row` bad steps in a row, so that skipping them is not enough."""
         return self.in_a_row >= self.max_in_a_row
 
+    @staticmethod
+    def fault(loss: float) -> str:
+        """Why a step is bad."""
+        return f"the {'loss' if not math.isfinite(loss) else 'gradient norm'} was not finite"
+
     def reason(self, loss: float) -> str:
         """Why the run is rolled back or stopped, once there are too many."""
-        what = "loss" if not math.isfinite(loss) else "gradient norm"
-        return f"the {what} was not finite in {self.in_a_row} steps in a row (stability.max_bad_steps)"
+        return f"{self.fault(loss)} in {self.in_a_row} steps in a row (stability.max_bad_steps)"
 
     @property
     def where(self) -> str:
@@ -117,6 +121,12 @@ class Limits:
 
     loss: float = math.inf
     grad_norm: float = math.inf
+
+    def fault(self, loss: float, grad_norm: float) -> str:
+        """Why a step is a spike."""
+        over = [("loss", loss, self.loss), ("gradient norm", grad_norm, self.grad_norm)]
+        found = " and ".join(f"the {what} of {value:.4g} is not below {limit:.4g}" for what, value, limit in over if not value < limit)
+        return f"{found} (stability.spike)"
 
 
 def upper_limit(values: Collection[float], threshold: float, floor: float) -> float:
@@ -182,16 +192,19 @@ class Spikes:
 @dataclass(frozen=True)
 class RollbackRequest:
     """A rollback to the newest good checkpoint of `step` or earlier. If there is none, or no rollback is left, the run ends with the error
-    `stop`, or continues if that is None. `skip`: skip the data of the bad steps."""
+    `stop`, or continues if that is None. `skip`: skip the data of the bad steps. `to_step`: the step of the checkpoint, if it is known.
+    `reason`: empty if a user requested it."""
 
     step: int
     reason: str
     stop: str | None
     skip: bool = True
+    to_step: int | None = None
 
 
 class Policy:
-    """Decides about each step. `state()` is stored in the checkpoint's meta; the number of rollbacks comes from the ledger."""
+    """Decides about each step. `fault` says why the last one was bad, or a spike, and is empty for a sound one. `state()` is stored in the
+    checkpoint's meta; the number of rollbacks comes from the ledger."""
 
     def __init__(self, options: Stability, bad_steps: BadSteps, report: Callable[..., None], rollback_after: int = 0) -> None:
         self.options, self.bad_steps, self.report, self.rollback_after = options, bad_steps, report, rollback_after
@@ -199,6 +212,7 @@ class Policy:
         self._spike_began = 0
         self._lowered_at: int | None = None
         self.spike_total = 0
+        self.fault = ""
 
     def limits(self, step: int, since: int) -> Limits:
         """The limits below which the step must stay; see `Spikes.limits`."""
@@ -215,7 +229,9 @@ class Policy:
         self, step: int, loss: float, grad_norm: float, limits: Limits, batch: Arrays | Callable[[], Arrays]
     ) -> RollbackRequest | None:
         """Record a step; returns the rollback that it requires, or None. The update of a bad step was not applied."""
+        self.fault = ""
         if not self.bad_steps.observe(step, loss, grad_norm, batch):
+            self.fault = self.bad_steps.fault(loss)
             if not self.bad_steps.too_many:
                 return None
             reason = self.bad_steps.reason(loss)
@@ -223,6 +239,7 @@ class Policy:
             return RollbackRequest(self.bad_steps.first, reason, f"{reason}; {advice}")
         if self.options.spike is None or not self.spikes.observe(step, loss, grad_norm, limits):
             return None
+        self.fault = limits.fault(loss, grad_norm)
         return self._spiked(step, loss, grad_norm, limits, batch)
 
     def _spiked(

@@ -1,6 +1,12 @@
 """Mistakes in contrasts, noise floors and verdicts."""
 
 MUTANTS = [
+    ("ablate.conclusions:Findings.critical_batch", "if one > tolerance] + self._diverged()", "if one > tolerance]",
+     "A batch that diverges is beyond the critical one.",
+     "ablate/test_ablation_quality.py::test_the_critical_batch_is_the_largest_before_the_first_that_costs_more"),
+    ("ablate.conclusions:Findings.critical_batch", "means - means[arms.index(experiment.baseline)]", "means",
+     "The rise of the loss is that above the first batch.",
+     "ablate/test_ablation_quality.py::test_the_critical_batch_is_the_largest_before_the_first_that_costs_more"),
     ("ablate.conclusions:measure_noise_scale", "drawn = (number * _SMALL_PER_LARGE + index) % available", "drawn = index % available",
      "Large batches of the noise scale are of different sequences.", "ablate/test_ablation_quality.py"),
     ("ablate.cost:_measured", "[_TURNS // 2]", "[0]", "The median of the turns says how fast an arm is.", "ablate/test_cost.py"),

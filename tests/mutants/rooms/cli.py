@@ -14,6 +14,8 @@ MUTANTS = [
      "cli/test_ctrl_c_at_the_start.py::test_while_a_command_is_imported"),
     ("cli.start:importing", "signal.signal(signal.SIGINT, _end)", "pass", "Ctrl-C in the first second is one line.",
      "cli/test_ctrl_c_at_the_start.py::test_while_the_command_line_is_imported"),
+    ("cli.start:COLLECT_AFTER", "10_000", "700", "The start of a command does not look for garbage all the time.",
+     "cli/test_habits.py::test_the_shell_completes_without_loading_torch"),
     ("cli.main:_main", "for one in _causes(error)", "for one in ()", "Ctrl-C that another error hides is no bug.",
      "cli/test_ctrl_c_at_the_start.py::test_while_a_command_is_imported"),
     ("cli.habits:_options", "len(named) == 1 and not notes", "named", "An option of several keys or another unit is not guessed.",
@@ -196,4 +198,6 @@ MUTANTS = [
     ("bundle.archive:_refuse_secrets", "with suppress(RuntimeError):", "with suppress():", "A bundle needs no home folder.",
      "cli/test_bare_container.py"),
     ("init.write:write_new", ", dir=path.parent)", ")", "init needs no folder for temporary files.", "cli/test_bare_container.py"),
+    ("cli.recipe_commands:plan", '    require_stage(last, "--to")\n', "", "Plan and run know the same stages.",
+     "cli/test_run_to.py::test_stages_of_plan_and_run_have_the_same_names"),
 ]  # fmt: skip

@@ -63,4 +63,13 @@ MUTANTS = [
     ("run.refusals:_layout", "if recipe.trains_base else []", "if False else []",
      "A layout that stages after pretraining cannot run on is refused before it.",
      "plan/test_pipelines.py::test_stages_after_pretraining_are_refused_before_it"),
+    ("plan.stages:recipe_until", "for name in recipe.later_stages if name not in stages", "for name in ()",
+     "A plan ends with the stage that is named: later ones are neither planned nor counted.",
+     "cli/test_run_to.py::test_a_plan_of_tuning_ends_with_it"),
+    ("plan.plan:_trained", 'if stages is not None and "pretrain" not in stages:', "if False:",
+     "A plan that ends before training trains nothing.", "cli/test_run_to.py::test_a_plan_ends_with_the_stage"),
+    ("plan.plan:_trained", 'held.data if "shards" in stages else 0.0', "held.data", "Token files are planned with their stage.",
+     "cli/test_run_to.py::test_a_plan_ends_with_the_stage"),
+    ("plan.budget:fit_time", "layout_in_mfu=layout_in_mfu, stages=stages", "layout_in_mfu=layout_in_mfu",
+     "The plan for a time ends with the stage.", "cli/test_run_to.py::test_a_plan_for_a_time_ends_with_the_stage"),
 ]  # fmt: skip

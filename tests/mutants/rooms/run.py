@@ -16,7 +16,7 @@ MUTANTS = [
     ("run.runner:_accept_changes", "    require_allowed(changed, allow, _derived_keys(resolved), before.trains_base)\n", "",
      "A started run refuses changed keys that are not allowed by name.", "run/test_runner.py run/test_staleness.py"),
     ("run.runner:_run_first_rank",
-     "                _look_ahead(context, recipe, state, stages if not trains else stages_for(recipe), settled is None, on_event)\n",
+     "                _look_ahead(context, recipe, state, checked_stages(recipe, last), settled is None, on_event)\n",
      "                pass\n", "What a later stage would refuse is refused before the first.",
      "run/test_runner.py run/test_refusal_sites.py"),
     ("run.runner:_run_stage", "        clear(folder)\n", "        pass\n", "A stage that is repeated begins with an empty folder.",
@@ -160,4 +160,8 @@ MUTANTS = [
     ("run.start_weights:_their_loss", "differs = _other_ids(start)", "differs = None",
      "Other ids of the class in transformers are said.",
      "cli/test_start_tuning.py::test_other_ids_of_the_class_in_transformers_are_said"),
+    ("run.rehearsal:rehearse", "run_stages(little, last=last,", "run_stages(little,", "A rehearsal ends with the stage of its plan.",
+     "cli/test_run_to.py::test_a_plan_of_tuning_ends_with_it"),
+    ("run.rehearsal:rehearse", "    if last is None:\n", "    if True:\n",
+     "The time of a part of a run is not kept as that of the run.", "cli/test_run_to.py::test_a_plan_of_tuning_ends_with_it"),
 ]  # fmt: skip

@@ -213,4 +213,8 @@ MUTANTS = [
      "watch/test_stop_signals.py::test_a_run_whose_terminal_is_closed_saves"),
     ("watch.ledger:shown_step", "step + of_batch if", "step if",
      "The page counts the steps of faults as the charts do.", "pages/test_run_page.py::test_troubles_are_marked_and_told"),
+    ("watch.policy:Policy.observe", "            self.fault = self.bad_steps.fault(loss)\n", "", "A bad step says why it is one.",
+     "api/test_steps.py::test_steps_that_are_not_finite_change_nothing_and_say_so"),
+    ("watch.policy:Policy.observe", '        self.fault = ""\n', "", "The fault of a step is not that of the step before.",
+     "api/test_steps.py::test_steps_that_are_not_finite_change_nothing_and_say_so"),
 ]  # fmt: skip

@@ -22,6 +22,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "short_conv": ("conv",),
 }  # fmt: skip
 """Sections of `model` that describe a mixer other than attention -> the entries of `layer_types` that it serves."""
+_SERVED_BY = {kind: [name for name in SECTIONS if kind in SECTIONS[name]] for kinds in SECTIONS.values() for kind in kinds}
 _FEED_FORWARD = frozenset({"mlp", "moe"})  # entries of `layer_types` without a mixer
 _MOST_ENTRIES = (1 << 31) - 1  # of a vocabulary: token ids are int32
 _SLOWEST = 87.0  # -log of the smallest frequency of RoPE, a normal number of fp32
@@ -387,8 +388,7 @@ class Model(Node):
     @model_validator(mode="after")
     def _layer_types_have_a_section(self) -> Model:
         present = [section for section in SECTIONS if getattr(self, section) is not None]
-        for kind in dict.fromkeys(kind for served in SECTIONS.values() for kind in served):
-            served_by = [section for section in SECTIONS if kind in SECTIONS[section]]
+        for kind, served_by in _SERVED_BY.items():
             found = [section for section in present if section in served_by]
             if kind in self.layer_types and len(found) != 1:
                 raise ValueError(f"model.layer_types has {kind}, which needs exactly one of model.{', model.'.join(served_by)}")
@@ -494,7 +494,7 @@ class Model(Node):
             return kind
         if kind in _FEED_FORWARD:
             return "none"
-        return next((name for name, kinds in SECTIONS.items() if kind in kinds and getattr(self, name) is not None), "attention")
+        return next((name for name in _SERVED_BY.get(kind, ()) if getattr(self, name) is not None), "attention")
 
     def attends(self, layer: int) -> bool:
         """Whether the layer has keys and values, or latents, of each token."""
