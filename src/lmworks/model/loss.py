@@ -114,32 +114,53 @@ def chunk_loss(
     capped = soft_cap(at_least_fp32(logits_MV), softcap)
     valid = labels_M != IGNORE
     target = labels_M.long().clamp_min(0)[:, None]
-    if torch.compiler.is_compiling():
+    eager = not torch.compiler.is_compiling()
+    if eager:
+        probability_MV = capped.softmax(-1)
+        lse_M = _log_partition(capped, probability_MV, target)
+    else:
         lse_M = capped.logsumexp(-1)
         probability_MV = (capped - lse_M[:, None]).exp_()
-    else:  # lse from the softmax, since the largest probability of a row is exp(largest logit - lse)
-        probability_MV = capped.softmax(-1)
-        lse_M = capped.amax(-1) - probability_MV.amax(-1).log()
     ce = (lse_M - capped.gather(1, target)[:, 0]) * valid
     z = (lse_M.square() * valid).sum()
     if not needs_grad:
         return ce, z, None
     hit = torch.full_like(target, -1, dtype=capped.dtype)
-    factor_M = valid if weights_M is None else valid * weights_M
+    if eager and weights_M is None and valid.device.type == "cpu" and bool(valid.all()):
+        factor_M = None
+    else:
+        factor_M = valid if weights_M is None else valid * weights_M
     return ce, z, logits_gradient(capped, probability_MV, lse_M, target, hit, factor_M, softcap, z_weight).to(logits_MV.dtype)
 
 
+def _log_partition(logits_MV: Tensor, probability_MV: Tensor, target_M1: Tensor) -> Tensor:
+    """The log-partition of each row from its softmax: any logit less the logarithm of its probability. The largest always serves. On CPUs
+    the target does where its probability is precise, mostly everywhere, without two passes over all logits."""
+    precise_M = None
+    if logits_MV.device.type == "cpu":
+        of_target_M = probability_MV.gather(1, target_M1)[:, 0]
+        by_target_M, precise_M = logits_MV.gather(1, target_M1)[:, 0] - of_target_M.log(), of_target_M > _PRECISE
+        if precise_M.all():
+            return by_target_M
+    by_largest_M = logits_MV.amax(-1) - probability_MV.amax(-1).log()
+    return by_largest_M if precise_M is None else torch.where(precise_M, by_target_M, by_largest_M)
+
+
+_PRECISE = 1e-30  # in fp32, numbers below 1e-38 have fewer bits, or none
+
+
 def logits_gradient(
-    capped_MV: Tensor, probability_MV: Tensor, lse_M: Tensor, target_M1: Tensor, hit_M1: Tensor, factor_M: Tensor, softcap: float,
+    capped_MV: Tensor, probability_MV: Tensor, lse_M: Tensor, target_M1: Tensor, hit_M1: Tensor, factor_M: Tensor | None, softcap: float,
     z_weight: float,
 ) -> Tensor:  # fmt: skip
-    """factor * d(ce + z_weight * z)/d(logits), computed in place of the probabilities; `factor` is 0 for a token without a label, and
-    `hit` is -1 if the target is among these logits, else 0."""
+    """factor * d(ce + z_weight * z)/d(logits), computed in place of the probabilities; `factor` is 0 for a token without a label, None
+    where all are 1, and `hit` is -1 if the target is among these logits, else 0."""
     grad = probability_MV
     if z_weight:
         grad *= (1 + 2 * z_weight * lse_M)[:, None]
     grad.scatter_add_(1, target_M1, hit_M1)
     if softcap:
         grad *= 1 - (capped_MV / softcap).square()
-    grad *= factor_M[:, None]
+    if factor_M is not None:
+        grad *= factor_M[:, None]
     return grad

@@ -5,7 +5,7 @@ Shapes: N tokens, D hidden, E experts, F expert hidden, K experts per token, M =
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -129,8 +129,9 @@ def has_grouped_mm(x: Tensor) -> bool:
 
 def grouped_mm(x_MD: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tensor:
     """The rows of each expert times its transposed weight: (M, F)."""
-    if x_MD.dtype != torch.bfloat16 and torch.compiler.is_compiling():
-        return _opaque_grouped_mm(x_MD, weight_EFD, ends_E)
+    many = x_MD.dtype != torch.float32 and x_MD.shape[0] > _ROWS // 2 * weight_EFD.shape[0]
+    if x_MD.device.type == "cpu" and (many or torch.compiler.is_compiling()):
+        return grouped_mm_cpu(x_MD, weight_EFD, ends_E)
     return F.grouped_mm(x_MD, weight_EFD.transpose(1, 2), offs=ends_E)
 
 
@@ -273,22 +274,26 @@ def experts_plain(
 
 
 @operator
-def _opaque_grouped_mm(x_MD: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tensor:
-    """`grouped_mm` as an opaque operator: the compiler's own supports only bf16 (torch 2.13), the eager kernel all types."""
-    return F.grouped_mm(x_MD, weight_EFD.transpose(1, 2), offs=ends_E)
+def grouped_mm_cpu(x_MD: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tensor:
+    """`grouped_mm` as one operator for the compiler, whose own kernel supports bf16 only (torch 2.13)."""
+    if x_MD.dtype == torch.float32:
+        return F.grouped_mm(x_MD, weight_EFD.transpose(1, 2), offs=ends_E)
+    return _rows_times(x_MD, weight_EFD.transpose(1, 2), ends_E)
 
 
-@register_fake(_opaque_grouped_mm)
+@register_fake(grouped_mm_cpu)
 def _(x_MD: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tensor:
     return x_MD.new_empty(x_MD.shape[0], weight_EFD.shape[1])
 
 
 @operator
-def _opaque_grouped_mm_backward(grad_MF: Tensor, x_MD: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> tuple[Tensor, Tensor]:
-    return F.grouped_mm(grad_MF, weight_EFD, offs=ends_E), F.grouped_mm(grad_MF.T, x_MD, offs=ends_E)
+def grouped_mm_cpu_backward(grad_MF: Tensor, x_MD: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> tuple[Tensor, Tensor]:
+    if x_MD.dtype == torch.float32:
+        return F.grouped_mm(grad_MF, weight_EFD, offs=ends_E), F.grouped_mm(grad_MF.T, x_MD, offs=ends_E)
+    return _rows_times(grad_MF, weight_EFD, ends_E), _rows_outer(grad_MF, x_MD, ends_E)
 
 
-@register_fake(_opaque_grouped_mm_backward)
+@register_fake(grouped_mm_cpu_backward)
 def _(grad_MF: Tensor, x_MD: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x_MD), torch.empty_like(weight_EFD)
 
@@ -298,10 +303,50 @@ def _keep(ctx, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:  
 
 
 def _differentiate(ctx, grad_MF: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[no-untyped-def]
-    return (*_opaque_grouped_mm_backward(grad_MF.contiguous(), *ctx.saved_tensors), None)
+    return (*grouped_mm_cpu_backward(grad_MF.contiguous(), *ctx.saved_tensors), None)
 
 
-register_autograd(_opaque_grouped_mm, _differentiate, setup_context=_keep)
+register_autograd(grouped_mm_cpu, _differentiate, setup_context=_keep)
+
+
+# Torch multiplies bf16 and fp16 on CPUs by oneDNN, which generates code for each shape that it meets: 1 to 3 ms, ten times the product of
+# an expert of a small model. An expert's rows are others in each step, so a product takes some of the next expert's rows as well, and few
+# shapes recur. What they contribute is written over, or multiplied by zero. Below half of `_ROWS` rows per expert, as in decoding, torch's
+# own product is faster: it meets few shapes anyway.
+_ROWS = 64
+
+
+def _spans(ends_E: Tensor, rows: int) -> Iterator[tuple[int, int, int, int]]:
+    """For each expert the begin and the end of its rows, and of the span around them that is multiplied: a multiple of `_ROWS`, or all
+    rows. `_ROWS` or fewer are a span of their own."""
+    begin = 0
+    for end in ends_E.tolist():
+        length = end - begin
+        if length > _ROWS:
+            length = min(-(-length // _ROWS) * _ROWS, rows)
+        first = min(begin, rows - length)
+        yield begin, end, first, first + length
+        begin = end
+
+
+def _rows_times(x_MD: Tensor, weight_EDF: Tensor, ends_E: Tensor) -> Tensor:
+    """The rows of each expert times its weight: (M, F)."""
+    out_MF = x_MD.new_empty(x_MD.shape[0], weight_EDF.shape[2])
+    for weight_DF, (begin, end, first, last) in zip(weight_EDF, _spans(ends_E, x_MD.shape[0]), strict=True):
+        if first == begin:  # what follows its own rows is written over by the next experts
+            torch.mm(x_MD[first:last], weight_DF, out=out_MF[first:last])
+        else:
+            out_MF[begin:end] = torch.mm(x_MD[first:last], weight_DF)[begin - first : end - first]
+    return out_MF
+
+
+def _rows_outer(grad_MF: Tensor, x_MD: Tensor, ends_E: Tensor) -> Tensor:
+    """The sum of the outer products of the rows of each expert: (E, F, D)."""
+    out_EFD = x_MD.new_empty(ends_E.shape[0], grad_MF.shape[1], x_MD.shape[1])
+    for out_FD, (begin, end, first, last) in zip(out_EFD, _spans(ends_E, x_MD.shape[0]), strict=True):
+        grad_RF = F.pad(grad_MF[begin:end], (0, 0, begin - first, last - end))  # rows that are not its own are multiplied by zero
+        torch.mm(grad_RF.T, x_MD[first:last], out=out_FD)
+    return out_EFD
 
 
 class _Dispatch(torch.autograd.Function):

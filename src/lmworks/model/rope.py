@@ -55,8 +55,9 @@ def _yarn_ramp(rope: Rope, rotated: int, original_length: int) -> Tensor:
 def cos_sin(positions_BT: Tensor, inverse_frequencies: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Tables (B, 1, T, R) for `rotate`, computed in fp32 and then cast."""
     angles = positions_BT[:, None, :, None].float() * inverse_frequencies
-    angles = torch.cat((angles, angles), dim=-1)
-    return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
+    half = (torch.stack((angles.cos(), angles.sin())) * scale).to(dtype)  # of the R dimensions, which have each angle twice
+    cos, sin = torch.cat((half, half), dim=-1)
+    return cos, sin
 
 
 def rotate(x_BHTC: Tensor, cos_B1TR: Tensor, sin_B1TR: Tensor) -> Tensor:

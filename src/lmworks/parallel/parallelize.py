@@ -24,6 +24,7 @@ from lmworks.host.devices import dtype_for
 from lmworks.model import Transformer
 from lmworks.model.init import initialize, whole
 from lmworks.model.lora import attach
+from lmworks.model.moe import grouped_mm_cpu
 from lmworks.parallel import context, data, experts, tensor
 from lmworks.parallel.mesh import Ranks
 from lmworks.parallel.pipeline import cut, stage_numbers
@@ -33,7 +34,7 @@ from lmworks.recipe.schema.layout import ActivationCheckpointing
 from lmworks.recipe.schema.model import Lora
 from lmworks.recipe.schema.recipe import Recipe
 
-_SAVED = {torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten._grouped_mm.default}
+_SAVED = {torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten._grouped_mm.default, grouped_mm_cpu}
 
 
 def checkpoint_activations(model: Transformer, policies: ActivationCheckpointing, adapter_dropout: float = 0.0) -> None:
