@@ -70,7 +70,7 @@ class BadSteps:
     @staticmethod
     def fault(loss: float) -> str:
         """Why a step is bad."""
-        return f"the {'loss' if not math.isfinite(loss) else 'gradient norm'} was not finite"
+        return "the gradient norm was not finite" if math.isfinite(loss) else "the loss was not finite"
 
     def reason(self, loss: float) -> str:
         """Why the run is rolled back or stopped, once there are too many."""
