@@ -119,6 +119,7 @@ def test_training_goes_on_and_nothing_waiting_is_pruned(tmp_path, monkeypatch):
     for step in (1, 2, 3):
         checkpoints.save(step, make_state(step), {}, wait=True)
     assert len(list((tmp_path / "run").iterdir())) == 3
+    assert all(one.daemon for one in threading.enumerate() if one.name == "checkpoint-mirror"), "a copy that hangs lets the process end"
     gate.set()
     checkpoints.close()
     assert len(list((tmp_path / "shared").iterdir())) == 3

@@ -24,6 +24,11 @@ def test_reasons_are_named():
     assert keep(rows, options, 50) == {50: "last", 20: "best", 30: "permanent", 40: "every"}
 
 
+def test_the_best_is_the_first_of_the_lowest_finite_values():
+    rows = [row(10, 0.5), row(20, 0.0), row(30, 0.0), row(40, float("nan")), row(50), row(60, 0.3)]
+    assert keep(rows, Options(keep_last=1), 60) == {60: "last", 20: "best"}
+
+
 def test_best_can_be_switched_off():
     assert set(keep([row(1, 0.5), row(2, 0.7), row(3)], Options(keep_last=1, keep_best=False), 3)) == {3}
 

@@ -45,6 +45,11 @@ EQUIVALENT: list[tuple[str, str, str, str]] = [
      "layers = 1 + max((layer for name, _ in named if (layer := _layer(name)) is not None), default=- 2)", "every model has a layer"),
     ("shards/order.py", "for phase, shares in zip(self.timeline.phases, self._shares, strict=True):",
      "for phase, shares in zip(self.timeline.phases, self._shares, strict=False):", "every phase has its shares"),
+    ("ladder/fit.py", "if not _BOUNDS[3][0] * 1.01 < exponent < _BOUNDS[3][1] * 0.99:",
+     "if not _BOUNDS[3][0] * 1.01 <= exponent < _BOUNDS[3][1] * 0.99:", "no fit ends exactly there"),
+    ("checkpoint/run_bundle.py",
+     "if not isinstance(name, str) or not _belongs(name) or type(size) is not int or size < 0:",
+     "if not isinstance(name, str) or not _belongs(name) or type(size) != int or size < 0:", "a type equals no other"),
 ]  # fmt: skip
 
 

@@ -39,7 +39,8 @@ TARGETS = {
     ),
     "statistics": Target("ablate/welch.py ablate/contrast.py ablate/verdict.py ablate/conclusions.py ablate/quality.py "
         "evaluate/comparison.py evaluate/results.py evaluate/compared_models.py evaluate/statistics.py ladder/fit.py", _tests(
-        "ablate evaluate/test_differences.py evaluate/test_score_statistics.py ladder/test_fit.py evaluate/test_comparison.py"
+        "ablate evaluate/test_differences.py evaluate/test_score_statistics.py ladder/test_fit.py evaluate/test_comparison.py "
+        "cli/test_compare_command.py"
     )),
 }  # fmt: skip
 

@@ -59,9 +59,9 @@ def keep(saved: list[Saved], options: Options, newest: int, total_tokens: int | 
             add(one, "newest")
         if one.permanent:
             add(one, "permanent")
-    scored = [one for one in ordered if one.metric is not None and math.isfinite(one.metric)]
+    scored = [(one.metric, number) for number, one in enumerate(ordered) if one.metric is not None and math.isfinite(one.metric)]
     if options.keep_best and scored:
-        add(min(scored, key=lambda one: one.metric or 0.0), "best")
+        add(ordered[min(scored)[1]], "best")
     if options.keep_every is not None:
         seen = {0}
         for one in ordered:

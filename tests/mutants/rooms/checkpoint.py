@@ -47,6 +47,8 @@ MUTANTS = [
      "A save that does not fit on the disk fails before it writes.", "checkpoint/test_faults.py"),
     ("checkpoint.save:CheckpointWriter.write", "                shutil.rmtree(aside, ignore_errors=True)\n", "                pass\n",
      "A failed save leaves nothing behind.", "checkpoint/test_faults.py"),
+    ("checkpoint.listing:keep", "ordered[min(scored)[1]]", "ordered[max(scored)[1]]", "The best checkpoint has the lowest value.",
+     "checkpoint/test_retention.py::test_the_best_is_the_first_of_the_lowest_finite_values"),
     ("checkpoint.listing:keep", "for one in before[-options.keep_last:]:", "for one in before[:0]:",
      "Bad steps in a row keep the checkpoints that a rollback needs.", "train/test_stability.py"),
     ("checkpoint.run_bundle:_belongs", " and plain not in _LEFT_OUT", "",
