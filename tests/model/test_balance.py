@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from tests.model.test_transformer import _SMALL, CONFIGS, build, sample
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lmworks.model import Transformer
 from lmworks.model.balance import load_error, load_statistics, set_temperature, step_loss, update_biases
 from lmworks.model.init import initialize
+from lmworks.model.moe import grouped_mm_cpu
 from lmworks.model.router import Router, sinkhorn
 from lmworks.parallel.parallelize import checkpoint_activations
 from lmworks.recipe.schema.layout import ActivationCheckpointing
@@ -116,6 +120,28 @@ def test_activation_checkpointing_counts_nothing_twice(mode: str) -> None:
     torch.testing.assert_close(losses[0].total, losses[1].total, rtol=1e-6, atol=0)
     for (name, a), b in zip(plain.named_parameters(), checkpointed.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-6, msg=name)
+
+
+class _Products(TorchDispatchMode):
+    """Counts the products of experts in bf16 on a CPU."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is grouped_mm_cpu
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("mode", "times"), [("none", 1), ("selective", 1), ("full", 2)])
+def test_selective_checkpointing_keeps_the_products_of_experts(mode: str, times: int) -> None:
+    """Gate, up and down of each of two layers are computed once; with full recomputation again backward."""
+    model = build(CONFIGS["aux"])
+    model.compute_dtype = torch.bfloat16
+    checkpoint_activations(model, ActivationCheckpointing.parse(mode))
+    tokens = torch.randint(128, (4, 64), generator=torch.Generator().manual_seed(0))
+    with _Products() as products:
+        model.loss(tokens, tokens).total.backward()
+    assert products.count == 2 * 3 * times
 
 
 def test_evaluation_leaves_no_trace() -> None:

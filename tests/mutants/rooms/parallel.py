@@ -4,6 +4,8 @@ MUTANTS = [
     ("parallel.bandwidth:clock_offset", "received = time.time()\n        half = (time.perf_counter() - sent) / 2",
      "received = time.time()\n        half = (received - sent) / 2", "The way between two clocks is timed on a clock that nobody sets.",
      "parallel/test_clock_offset.py"),
+    ("parallel.parallelize:_SAVED", ", grouped_mm_cpu}", "}", "Selective checkpointing keeps the products of experts on CPUs.",
+     "model/test_balance.py::test_selective_checkpointing_keeps_the_products_of_experts"),
     ("parallel.parallelize:compile_layers", "    remove_partial_libraries(Path(cache_dir()))\n", "",
      "A library that a killed compiler has left is compiled again.", "train/test_eager.py"),
     ("parallel.parallel_model:ParallelModel.sum_over_ranks", "dist.all_reduce(sums.logits_AH, op=dist.ReduceOp.MAX)", "pass",
