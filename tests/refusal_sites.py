@@ -77,7 +77,7 @@ PLACES = (
     """),
     (FIRST, "the weights to start from, by their headers", """
         weights.gguf gguf_of gguf_package
-        weights.gguf _read GgufWeights._found GgufWeights._info GgufWeights._check_rope
+        weights.gguf _dequantize GgufWeights._found GgufWeights._info GgufWeights._check_rope
         weights.quantized _pair _unknown _forms dequantized
         weights.int32 layout _stated
         weights.reference find(2)
@@ -97,7 +97,7 @@ PLACES = (
         train.rewards check_file(3)
         train.stage require_held_out
         train.data.chat _write
-        train.data.row_files read_files(2) read_dataset _list_files(2)
+        train.data.row_files read_files(2) read_dataset _list_files(3)
         train.data.sets task_share
         train.data.decontamination Decontamination._decide
         train.data.preferences build_preferences

@@ -6,8 +6,11 @@ import gzip
 import io
 import lzma
 import random
+import shutil
+import subprocess
 import tarfile
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -86,6 +89,55 @@ def test_a_tar_file_that_breaks_off_costs_its_rest(tmp_path: Path) -> None:
     assert found[-1].text == "after"
 
 
+@pytest.mark.parametrize(
+    ("damage", "names", "reason"),
+    [
+        (lambda data: data[:2048], "ab", "ends without an end mark"),
+        (lambda data: data[:2148], "ab", "breaks off in the header"),
+        (lambda data: data[:2148] + b"?" + data[2149:], "ab", "header of a member is damaged"),
+        (lambda data: data.rstrip(b"\0") + b"\0" * 1600 + b"garbage" * 80, "abc", "header of a member is damaged"),
+    ],
+)
+def test_the_end_of_a_tar_file_is_its_end_mark(tmp_path: Path, damage: Callable[[bytes], bytes], names: str, reason: str) -> None:
+    (tmp_path / "a.tar").write_bytes(damage(_tar_of("abc")))
+    found = items("text", path=str(tmp_path))
+    assert texts(found) == list(names)
+    assert reasons(found) == ["damaged_file"] and reason in found[-1].text
+
+
+def test_a_tar_file_behind_another_is_read_too(tmp_path: Path) -> None:
+    (tmp_path / "a.tar").write_bytes(_tar_of("ab") + _tar_of("bc"))
+    found = items("text", path=str(tmp_path))
+    assert (texts(found), reasons(found)) == (["a", "b", "c"], ["duplicate_member"])
+
+
+@pytest.mark.skipif(shutil.which("tar") is None, reason="needs GNU tar")
+@pytest.mark.parametrize(("options", "join"), [(["-b1"], ""), (["--format=posix"], "-r"), (["--format=v7"], "-A"), (["-z"], "")])
+def test_what_tar_itself_writes_is_whole(tmp_path: Path, options: list[str], join: str) -> None:
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "b.txt").write_text("b")
+    path = tmp_path / ("a.tar.gz" if "-z" in options else "a.tar")
+
+    def tar(*words: str) -> None:
+        subprocess.run(["tar", "-C", str(tmp_path), *words], check=True)
+
+    tar(*options, "-cf", str(path), "a.txt")
+    if join == "-A":
+        tar("-cf", str(tmp_path / "other"), "b.txt")
+    if join:
+        tar(join + "f", str(path), str(tmp_path / "other") if join == "-A" else "b.txt")
+    found = items("text", path=str(path))
+    assert (texts(found), reasons(found)) == (["a", "b"] if join else ["a"], [])
+
+
+def _tar_of(names: str) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        for name in names:
+            add(archive, f"{name}.txt", name.encode())
+    return buffer.getvalue()
+
+
 def test_links_in_tar_files_lead_nowhere(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "a.tar", "w") as archive:
         for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE):
@@ -128,9 +180,7 @@ def headed(name: str, size: int, kind: bytes = tarfile.REGTYPE, pax: dict[str, s
         ("a.tar.xz", lzma.compress(headed("a.bin", 20_000_000) + bytes(20_000_000), preset=0), ["bomb"]),
     ],
 )  # fmt: skip
-def test_tar_files_that_promise_or_hold_too_much_are_bombs(
-    tmp_path: Path, kind: str, name: str, content: bytes, found: list[str]
-) -> None:
+def test_tar_files_that_promise_or_hold_too_much_are_bombs(tmp_path: Path, kind: str, name: str, content: bytes, found: list[str]) -> None:
     (tmp_path / name).write_bytes(content)
     path = tmp_path if kind == "text" else tmp_path / name
     assert [reason for reason in reasons(items(kind, path=str(path))) if reason not in ("no_text", "binary", "enormous")] == found

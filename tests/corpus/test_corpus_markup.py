@@ -12,7 +12,7 @@ import pytest
 from source_items import items, reasons, texts
 
 from lmworks.corpus.read import markup
-from lmworks.corpus.read.markup import _BLANK, decoded, decoded_latex, to_text, unescaped
+from lmworks.corpus.read.markup import _BLANK, decoded, decoded_latex, to_text, unescaped, with_letters
 
 PAGE = """<html><head><title>T</title><script>alert(1)</script></head><body><nav><a href="/">Home</a> <a href="/b">Shop</a></nav>
 <article><h1>The heading</h1><p>Some prose with snake_case and a*b and 1 &lt; 2, long enough to be taken for content by anyone.</p>
@@ -42,9 +42,15 @@ def test_pages_become_markdown_without_navigation(tmp_path: Path) -> None:
     for encoding in encodings:
         page = PAGE.replace("<head>", f'<head><meta charset="{encoding}">').replace("naïve ", "" if encoding == "shift_jis" else "naïve ")
         (tmp_path / f"{encoding}.html").write_bytes(page.encode(encoding))
+    windows = PAGE.replace("<head>", "<head><meta charset=iso-8859-1>").replace("naïve 文書", "l&#146;or\x92")
+    (tmp_path / "windows.html").write_bytes(windows.encode("latin-1"))
+    (tmp_path / "x.html").write_bytes(PAGE.replace("naïve ", "\ufffd" * 40).encode())
+    (tmp_path / "y.html").write_bytes(PAGE.replace("naïve ", "\ufffd l\x92 ").encode())
     found = items("html", path=str(tmp_path))
-    assert texts(found) == [TEXT_OF_PAGE.replace("naïve ", ""), TEXT_OF_PAGE, TEXT_OF_PAGE]
-    assert [item.facts for item in found] == [{"path": f"{tmp_path}/{encoding}.html"} for encoding in encodings]
+    assert texts(found)[:3] == [TEXT_OF_PAGE.replace("naïve ", ""), TEXT_OF_PAGE, TEXT_OF_PAGE]
+    assert [item.facts for item in found[:3]] == [{"path": f"{tmp_path}/{encoding}.html"} for encoding in encodings]
+    assert texts(found)[3:] == [TEXT_OF_PAGE.replace("naïve 文書", "l’or’"), TEXT_OF_PAGE.replace("naïve ", "\ufffd l’ ")]
+    assert reasons(found) == ["bad_utf8"], "more than some characters are replaced"
 
 
 @pytest.mark.parametrize(
@@ -54,6 +60,25 @@ def test_pages_become_markdown_without_navigation(tmp_path: Path) -> None:
         (b"\xef\xbb\xbfa", "a"),
         ("é".encode("utf-16"), "é"),
         (b'<meta charset="latin-1">\xe9', '<meta charset="latin-1">é'),
+        (b'<meta charset="latin-1">\x93\x81', '<meta charset="latin-1">\x93\x81'),
+        *(
+            (f'<meta charset="{name}">{text}'.encode(encoding), f'<meta charset="{name}">{text}')
+            for name, encoding, text in (
+                ("iso-8859-1", "cp1252", "“€”"),
+                ("us-ascii", "cp1252", "’"),
+                ("iso-8859-9", "cp1254", "“ğ”"),
+                ("tis-620", "cp874", "“ก”"),
+                ("Shift_JIS", "cp932", "①㈱髙"),
+                ("x-sjis", "cp932", "日①"),
+                ("gb2312", "gbk", "镕喆"),
+                ("gbk", "gb18030", "㐀"),
+                ("euc-kr", "cp949", "똠"),
+                ("big5", "cp950", "碁銹"),
+                ("big5", "big5hkscs", "佢哋"),
+                ("x-cp1251", "cp1251", "да"),
+            )
+        ),
+        ('<?xml version="1.0" encoding="windows-1251"?>да'.encode("cp1251"), '<?xml version="1.0" encoding="windows-1251"?>да'),
         (b'<meta charset="hex">\xe9', b'<meta charset="hex">\xe9'),
         (b"<meta charset=no-such>\xe9", b"<meta charset=no-such>\xe9"),
         (b"\xe9", b"\xe9"),
@@ -66,6 +91,10 @@ def test_pages_become_markdown_without_navigation(tmp_path: Path) -> None:
 )
 def test_a_page_is_read_as_it_says(data: bytes, text: str | bytes) -> None:
     assert decoded(data) == text
+
+
+def test_control_characters_of_a_page_are_letters() -> None:
+    assert with_letters("a&#146;b&#x92;c&#0145d&#x0091;e\x92f&#1469;&#x921;&#161;\x81") == "a’b’c‘d‘e’f&#1469;&#x921;&#161;\x81"
 
 
 def test_only_code_keeps_its_backslashes() -> None:
@@ -165,12 +194,15 @@ def test_the_encoding_that_a_server_named(tmp_path: Path) -> None:
         record("response", french.encode(), "text/plain; charset=windows-1252"),
         record("response", JAPANESE.encode("iso-2022-jp"), 'text/plain; Charset="ISO-2022-JP"'),
         record("response", page.encode("iso-2022-jp"), "text/html; charset=iso-2022-jp"),
+        record("response", page.encode("cp932"), "text/html; charset=Shift_JIS"),
+        record("response", page.replace("<head>", "<head><meta charset=koi8-r>").encode("cp932"), "text/html; charset=Shift_JIS"),
+        record("response", "“①”".encode("cp932"), "text/plain; charset=Shift_JIS"),
         record("response", b"caf\xe9", "text/plain; charset=hex"),
         record("response", b"caf\xe9", "text/plain; charset=unicode_escape"),
     ]))  # fmt: skip
     found = items("warc", path=str(tmp_path / "a.warc"))
     assert texts(found)[:3] == [french, french, JAPANESE]
-    assert texts(found)[3:] == [TEXT_OF_PAGE.replace("naïve ", "").replace("Some prose", JAPANESE)]
+    assert texts(found)[3:] == [TEXT_OF_PAGE.replace("naïve ", "").replace("Some prose", JAPANESE)] * 3 + ["“①”"]
     assert reasons(found) == ["bad_utf8", "bad_utf8"]
 
 

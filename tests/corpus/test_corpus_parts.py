@@ -8,6 +8,7 @@ import http.server
 import json
 import os
 import random
+import shutil
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -19,10 +20,11 @@ import pyarrow.parquet as pq
 import pytest
 from source_items import items, reasons, rows, source, texts
 
-from lmworks.corpus.read import Part, parts, provides, read
+from lmworks.corpus.read import Part, parts, passed_over, provides, read
 from lmworks.corpus.read.json_rows import can_be_cut
 from lmworks.errors import UserError
 from lmworks.recipe.schema.corpus import Source
+from lmworks.train.data.row_files import read_files
 
 
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 8))])
@@ -64,6 +66,55 @@ def test_parquet_is_cut_by_row_groups(tmp_path: Path) -> None:
         found = items("parquet", part_bytes=part_bytes, path=str(tmp_path))
         assert [(item.text, item.origin) for item in found] == [(item.text, item.origin) for item in whole]
     assert len(parts(source("parquet", path=str(tmp_path)), 1)) == 10
+
+
+@pytest.mark.parametrize(("kind", "name", "left"), [("text", "a.txt", 100), ("jsonl", "a.jsonl", 27), ("parquet", "a.parquet", 20)])
+def test_a_file_that_is_cut_or_replaced_before_it_is_read_is_named(tmp_path: Path, kind: str, name: str, left: int) -> None:
+    """Of lines nothing was said of what was gone, and a parquet file with fewer row groups ended the run with a traceback."""
+
+    def write(count: int) -> None:
+        if kind == "parquet":
+            pq.write_table(pa.table({"text": [f"document {number:04}" for number in range(count)]}), tmp_path / name, row_group_size=10)
+        else:
+            (tmp_path / name).write_bytes(rows(*(f"document {number:04}" for number in range(count))))
+
+    write(400)
+    given = source(kind, path=str(tmp_path), **({"document_format": "lines"} if kind == "text" else {}))
+    cut = parts(given, 3000 if kind != "parquet" else 300)
+    assert [item.reason for part in cut for item in read(given, part, 1000)] == [None] * 400
+    write(left)
+    found = [item for part in cut for item in read(given, part, 1000)]
+    assert len(cut) > 3 and reasons(found) == ["changed_file"] * len(cut) and len(texts(found)) == left
+    assert found[-1].text == "written to after it was listed; run the same command again"
+    (tmp_path / name).unlink()
+    assert {*reasons([item for part in cut for item in read(given, part, 1000)])} == {"damaged_file"}
+
+
+def test_a_repository_that_changes_before_it_is_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("print(1)\n")
+    given = source("repository", path=str(tmp_path))
+    (part,) = parts(given, 1000)
+    assert reasons([*read(given, part, 1000)]) == []
+    (tmp_path / "b.py").write_text("print(2)\n")
+    assert reasons([*read(given, part, 1000)]) == ["changed_file"]
+
+
+def test_a_folder_that_vanishes_while_it_is_listed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a", "gone"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.txt").write_text(name)
+    walk, gone = os.walk, str(tmp_path / "gone")
+
+    def walked(*given: Any, **more: Any) -> Iterator[Any]:
+        for found in walk(*given, **more):
+            if found[0] == gone:
+                shutil.rmtree(gone)
+            yield found
+
+    monkeypatch.setattr(os, "walk", walked)
+    given = source("text", path=str(tmp_path))
+    found = [item for part in parts(given, 1000) for item in read(given, part, 1000)]
+    assert texts(found) == ["a"] and [(item.reason, item.origin) for item in found if item.reason] == [("unlisted_folder", gone)]
 
 
 def test_small_files_go_together_and_a_changed_one_changes_its_part(tmp_path: Path) -> None:
@@ -121,6 +172,43 @@ def test_links_that_lead_out_of_a_source_are_not_followed(tmp_path: Path, kind: 
         assert sorted(Path(item.origin).name for item in found) == sorted(["folder", f"file.{suffix}", f"up.{suffix}"])
         assert not any("a key" in item.text for item in found)
     assert reasons(items(kind, path=str(tmp_path / "data" / f"file.{suffix}"))) == [], "named by the user"
+
+
+@pytest.mark.parametrize("kind", ["text", "repository", "rows of training"])
+def test_a_folder_that_cannot_be_listed_is_named(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a", "closed", "other"):
+        (tmp_path / "data" / name).mkdir(parents=True)
+        (tmp_path / "data" / name / "a.txt").write_text(name)
+        (tmp_path / "data" / name / "a.jsonl").write_text("{}\n")
+    scan, closed = os.scandir, [str(tmp_path / "data" / "closed")]
+
+    def scandir(path: str) -> Any:
+        if os.fspath(path) in closed:
+            raise PermissionError(13, "Permission denied", path)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    if kind == "rows of training":
+        said = {closed[0]: "unlisted folder: a folder that cannot be listed (Permission denied)"}
+        for path, told in (("", said), ("**/*.jsonl", said), ("*/a.jsonl", said), ("o*/*.jsonl", {})):
+            assert {row.origin: row.fault for row in read_files("tune.data.mine", str(tmp_path / "data" / path)) if row.fault} == told, path
+        closed.append(str(tmp_path / "data"))
+        with pytest.raises(UserError, match=r"^tune.data.mine.path: cannot read .*data: Permission denied$"):
+            list(read_files("tune.data.mine", str(tmp_path / "data")))
+        return
+    found = items(kind, path=str(tmp_path / "data"))
+    assert [item.origin for item in found if item.reason == "unlisted_folder"] == closed
+    assert "(Permission denied)" in next(item.text for item in found if item.reason)
+    assert len(texts(found)) == (2 if kind == "text" else 1)
+    if kind == "text":
+        assert passed_over(source("text", path=str(tmp_path / "data"))).startswith("2 files with other endings not read (2 .jsonl;")
+        for glob, told in (("**/*.txt", 1), ("*/a.txt", 1), ("c*/*.txt", 1), ("o*/*.txt", 0), ("*.txt", 0)):
+            (tmp_path / "data" / "other" / "b.txt").write_text("so that a glob has a file")
+            (tmp_path / "data" / "b.txt").write_text("so that a glob has a file")
+            assert reasons(items("text", path=str(tmp_path / "data" / glob))) == ["unlisted_folder"] * told, glob
+        closed.append(str(tmp_path / "data"))
+        with pytest.raises(UserError, match=r"source mine: cannot read .*data: Permission denied"):
+            items("text", path=str(tmp_path / "data"))
 
 
 def test_a_pipe_among_the_files_is_passed_over(tmp_path: Path) -> None:

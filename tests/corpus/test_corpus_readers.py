@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import bz2
+import ctypes
 import gzip
 import io
 import json
 import lzma
+import os
 import random
 import subprocess
 import sys
+import tarfile
 import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from decimal import Decimal
 from pathlib import Path
 
 import pyarrow as pa
@@ -42,6 +46,81 @@ def test_jsonl_plain_and_compressed(tmp_path: Path, suffix: str) -> None:
     found = items("jsonl", path=str(path))
     assert texts(found) == GOOD
     assert found[1].origin == f"{path}:2"
+
+
+@pytest.mark.parametrize(("suffix", "compress"), [(".bz2", bz2.compress), (".xz", lzma.compress)])
+def test_a_damaged_stream_is_not_the_end_of_a_compressed_file(tmp_path: Path, suffix: str, compress: Callable[[bytes], bytes]) -> None:
+    path, parallel = tmp_path / f"data.jsonl{suffix}", [compress(rows(text)) for text in GOOD]
+    path.write_bytes(b"".join(parallel) + bytes(8))
+    assert texts(items("jsonl", path=str(path))) == GOOD
+    path.write_bytes(bytes(4).join(parallel))
+    assert texts(items("jsonl", path=str(path))) == GOOD, "padding between streams"
+    path.write_bytes(parallel[0] + b"?" + parallel[1][1:] + parallel[2])
+    found = items("jsonl", path=str(path))
+    assert texts(found) == GOOD[:1] and reasons(found) == ["damaged_file"]
+    path.write_bytes(parallel[0] + parallel[1][:-5])
+    found = items("jsonl", path=str(path))
+    assert texts(found)[:1] == GOOD[:1] and reasons(found) == ["damaged_file"]
+    path.write_bytes(bytes(64))
+    assert reasons(items("jsonl", path=str(path))) == ["damaged_file"], "zero bytes are no padding where nothing is before them"
+
+
+def test_zstd_with_the_widest_window_is_read(tmp_path: Path) -> None:
+    """A frame of 2 GB of window and one plain block, by its published form (RFC 8878): a compressor would take as much memory."""
+    data, window = rows(*GOOD), (31 - 10) << 3
+    frame = bytes.fromhex("28b52ffd00") + bytes([window]) + (len(data) << 3 | 1).to_bytes(3, "little") + data
+    (tmp_path / "data.jsonl.zst").write_bytes(frame)
+    libc = ctypes.CDLL(None)
+    libc.mallopt(_M_PERTURB, 0)  # `make test` fills new memory, here 2 GB of which nothing is read
+    try:
+        assert texts(items("jsonl", path=str(tmp_path))) == GOOD
+    finally:
+        libc.mallopt(_M_PERTURB, int(os.environ.get("MALLOC_PERTURB_", "0")))
+
+
+_M_PERTURB = -6  # malloc.h of glibc
+
+
+def _zipped(data: bytes) -> bytes:
+    with zipfile.ZipFile(made := io.BytesIO(), "w") as archive:
+        archive.writestr("a.jsonl", data)
+    return made.getvalue()
+
+
+def _tarred(data: bytes) -> bytes:
+    with tarfile.open(fileobj=(made := io.BytesIO()), mode="w") as archive:
+        info = tarfile.TarInfo("a.jsonl")
+        info.size = len(data)
+        archive.addfile(info, io.BytesIO(data))
+    return made.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "remedy"),
+    [
+        ("a.jsonl", gzip.compress, "add .gz to its name"),
+        ("a.jsonl", bz2.compress, "add .bz2 to its name"),
+        ("a.jsonl", lzma.compress, "add .xz to its name"),
+        ("a.jsonl", _zipped, "it is an archive"),
+        ("a.zip", _zipped, "it is an archive"),
+        ("a.tar.gz", lambda data: gzip.compress(_tarred(data)), "it is an archive"),
+    ],
+)
+def test_what_is_no_text_is_one_damaged_file_with_a_remedy(tmp_path: Path, name: str, make: Callable[[bytes], bytes], remedy: str) -> None:
+    (tmp_path / name).write_bytes(make(rows(*GOOD * 30)))
+    for more in [{"kind": "jsonl"}] + [{"kind": "text", "document_format": "lines"}] * (name == "a.jsonl"):
+        found = items(path=str(tmp_path / name), part_bytes=100, **more)
+        assert reasons(found) == ["damaged_file"] and remedy in found[0].text, "it is not cut, and its bytes are no rows"
+
+
+def test_objects_without_a_line_break_between_them_are_rows(tmp_path: Path) -> None:
+    first, second, third = rows(*GOOD).splitlines()
+    (tmp_path / "a.jsonl").write_bytes(first + second)
+    (tmp_path / "b.jsonl").write_bytes(first + b"\n" + second + third + b"\n" + first + b',\n[1] [2]\n{"text": "x"} {"text"\n{"a": 1} 2\n')
+    (tmp_path / "c.jsonl").write_bytes(b"".join(rows(*GOOD).splitlines()) * 9000)
+    found = items("jsonl", path=str(tmp_path))
+    assert texts(found) == [*GOOD[:2], *GOOD, GOOD[0], *GOOD * 9000]
+    assert reasons(found) == ["broken_json"] * 3
 
 
 def test_bad_rows_are_quarantined_one_by_one(tmp_path: Path) -> None:
@@ -266,6 +345,26 @@ def test_parquet_with_nulls_and_bad_utf8(tmp_path: Path) -> None:
     assert reasons(found) == ["bad_utf8", "null_text"]
 
 
+def test_facts_that_python_cannot_hold_cost_no_row(tmp_path: Path) -> None:
+    late = pa.array([300_000_000_000_000_000, 0], pa.timestamp("us"))
+    there = pa.array([7, 8], pa.timestamp("us", tz="No/Where"))
+    price, url = pa.array([Decimal("1.50"), None]), pa.array([b"http://a.b", b"\xff"])
+    columns = {"late": late, "there": there, "price": price, "url": url, "list": pa.array([[value] for value in late])}
+    meta = pa.StructArray.from_arrays([pa.array(GOOD[:2]), late], ["text", "late"])
+    pq.write_table(pa.table({"meta": meta, **columns}), tmp_path / "a.parquet")
+    found = items("parquet", path=str(tmp_path), text_key="meta.text", fact_keys=tuple(columns), language_key="url")
+    assert texts(found) == GOOD[:2]
+    assert found[0].facts == {"late": "300000000000000000", "there": "7", "price": "1.50", "url": "http://a.b"}
+    listed = {"late": "1970-01-01T00:00:00", "list": '["1970-01-01 00:00:00"]'}
+    assert found[1].facts == {"there": "8", "url": "\N{REPLACEMENT CHARACTER}", **listed}
+    assert found[0].language == "http://a.b", "a column of bytes is text"
+
+
+def test_a_row_without_the_column_shows_what_it_has(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"content": "a"}\n')
+    assert [(item.reason, item.text) for item in items("jsonl", path=str(tmp_path))] == [("null_text", '{"content": "a"}')]
+
+
 def test_parquet_of_numbers_and_a_broken_file(tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": [1, 2]}), tmp_path / "a.parquet")
     (tmp_path / "b.parquet").write_bytes(b"PAR1 this is none")
@@ -327,6 +426,19 @@ def test_fsspec_urls() -> None:
     assert texts(items("jsonl", path="memory://corpus-test/*.gz")) == ["over the wire"]
     with pytest.raises(Unavailable, match="source mine: no files at memory://corpus-none; check the path"):
         items("jsonl", path="memory://corpus-none")
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16"])
+def test_at_a_url_too_only_lines_are_cut(encoding: str) -> None:
+    fsspec = pytest.importorskip("fsspec")
+    memory = fsspec.filesystem("memory")
+    memory.pipe("/cut/a.json", json.dumps([{"text": text} for text in GOOD]).encode(encoding))
+    memory.pipe("/cut/b.jsonl", rows(*GOOD).decode().encode(encoding))
+    for name, most in (("a.json", 1), ("b.jsonl", 3 if encoding == "utf-8" else 1)):
+        given = source("jsonl", path=f"memory://cut/{name}")
+        found = parts(given, 60)
+        assert (len(found) == 1) == (most == 1)
+        assert texts([item for part in found for item in read(given, part, LIMIT)]) == GOOD
 
 
 def test_an_unknown_protocol_is_named() -> None:
@@ -402,6 +514,18 @@ def test_stored_datasets_are_cut_by_rows_and_streamed_ones_by_files(tmp_path: Pa
     assert len(parts(source("huggingface", path=str(tmp_path / "files")), 1)) == 3
     some = items("huggingface", path=str(tmp_path / "files"), max_bytes="5 kB")
     assert [item.origin.rpartition("/")[2] for item in some] == [f"drawn:{number}" for number in range(len(some))], "rows are not known"
+
+
+@pytest.mark.parametrize("second", [b'{"text": "two", "n": [1]}\n', b'{"text": "two"}\n{"other": 3, "n": 1}\n', b'{"text": "\xff"}\n'])
+def test_a_dataset_whose_files_do_not_fit_is_damaged_there(tmp_path: Path, second: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("datasets")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a.jsonl").write_text('{"text": "one", "n": 1}\n')
+    (tmp_path / "data" / "b.jsonl").write_bytes(second)
+    found = items("huggingface", path=str(tmp_path / "data"))
+    assert texts(found)[:1] == ["one"]
+    assert reasons(found) == ["damaged_file"] and "\n" not in found[-1].text
 
 
 def test_a_lost_connection_to_the_hub_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

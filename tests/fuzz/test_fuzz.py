@@ -129,7 +129,7 @@ ARTIFACTS: dict[str, tuple[str, str, Any, str]] = {  # artifact, file, its conte
     "a piece that is no id": ("tokenizer", "tokenizer.json", ('"#": 2,', '"#": "x",'), "tokenizer.json is damaged, or not what"),
     "added tokens that are none":
         ("tokenizer", "tokenizer.json", ('"added_tokens": [', '"added_tokens": [7, '), "tokenizer.json is damaged"),
-    "a tokenizer of nesting": ("tokenizer", "tokenizer.json", b"[" * 100_000, "is not readable JSON"),
+    "a tokenizer of nesting": ("tokenizer", "tokenizer.json", b"[" * 100_000, "is not readable JSON.*get a file of yours again"),
     "a pattern that is none": ("tokenizer", "tokenizer.json", ("\\\\p{N}]?", "\\\\p{-}]?"), "tokenizer.json is damaged, or not what"),
     "a config that lacks a key": ("model", "config.json", ('"hidden_size"', '"hidden"'), "config.json has hidden "),
     "a config beyond its limits":

@@ -170,6 +170,17 @@ def test_a_phase_that_is_added_reads_what_one_of_its_length_has_not_read() -> No
     assert "which have read 12% of it" in next(epoch_warnings(other, 4))
 
 
+def test_a_tenth_more_than_what_is_unread_is_still_divided() -> None:
+    recipe = Recipe.model_validate(tree())
+    order = Order(recipe, DATA, [Order(recipe, DATA).kept(1)])
+    once, twice = (
+        [order._is_used_up(unread=100, left=left, tokens=1000, use=use) for left in (100, 110, 111, 220, 221)] for use in (1000, 2000)
+    )
+    assert once == [False, False, True, True, True], "a source that is read once on average"
+    assert twice == [False, False, False, False, True], "and twice"
+    assert not Order(recipe, DATA)._is_used_up(unread=100, left=111, tokens=1000, use=1000), "nothing was kept"
+
+
 def test_a_phase_that_goes_on_with_another_keeps_its_range() -> None:
     """Behind it lies the range of a phase of another length, by which it is not extended."""
     three, longer = ([phase("one", 12, 16), phase("two", 8, 32), phase("three", steps, 16)] for steps in (6, 9))

@@ -238,6 +238,20 @@ def test_a_checkpoint_that_was_rolled_back_stays_where_it_is(bucket: str, traine
     assert curve(back.run_dir) == curve(trained.run_dir)
 
 
+def test_a_run_is_restored_from_a_folder_that_its_checkpoints_were_copied_to(tiny_copy: Tiny, tmp_path: Path) -> None:
+    """As in the bucket, `run.gz` lies beside the checkpoints."""
+    run, place = tiny_copy, tmp_path / "disk of another machine"
+    run.pretrain(*SHORT, f"checkpoints.copy_to={place}")
+    assert (place / "checkpoints" / "run.gz").is_file()
+    told: list[str] = []
+    restore_run(str(place), tmp_path / "back", told.append)
+    newest = listing.directories(run.run_dir / "checkpoints")[-1]
+    assert f"pretrain: {newest.name}" in told
+    assert same_bits(checkpoint(tmp_path / "back"), checkpoint(run.run_dir)) == [] and curve(tmp_path / "back") == curve(run.run_dir)
+    back = [one["event"] for one in read_ledger(tmp_path / "back" / "ledger.jsonl")]
+    assert back and back == [one["event"] for one in read_ledger(run.run_dir / "ledger.jsonl")][: len(back)]
+
+
 # Copies a checkpoint, and is killed by the server's keeper when the first data is on its way.
 _COPY = """
 import sys

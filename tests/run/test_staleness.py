@@ -325,7 +325,7 @@ def test_clearing_keeps_what_says_that_the_folder_is_ours(run: Tiny, monkeypatch
 
 def test_training_longer_needs_one_word(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rates derive from the budget, so they follow it, and are told."""
-    monkeypatch.setattr(scaling_laws, "_RATE_BOUNDS", (1e-5, 1.0))  # within which a model of this size is at the upper one
+    monkeypatch.setattr(scaling_laws, "RATE_BOUNDS", (1e-5, 1.0))  # within which a model of this size is at the upper one
     recipe = tmp_path / "open.yaml"
     recipe.write_text(tiny.recipe.read_text().replace("optimizer: {learning_rate: 0.01, adam_learning_rate: 0.01}\n", ""))
     run = Tiny(recipe, tiny.copy(tmp_path / "run").run_dir)

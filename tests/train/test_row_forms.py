@@ -21,7 +21,7 @@ from lmworks.train.data import forms, preference_forms
 from lmworks.train.data.chat import build_chat_data
 from lmworks.train.data.preferences import build_preferences, read_preferences
 from lmworks.train.data.row_columns import NoRow
-from lmworks.train.data.row_files import read_files
+from lmworks.train.data.row_files import read_dataset, read_files
 from lmworks.train.data.sets import Drawn
 from lmworks.train.prompts import _rows, read_prompts
 
@@ -605,3 +605,25 @@ def test_all_published_conversations_are_read(qwen: Tokenizer, tmp_path: Path) -
     assert sum(len(one.get("tool_calls", [])) for row in found for one in row.messages) == 41 + 2 * 9 + 3 * 3
     assert sum("reasoning_content" in one for row in found for one in row.messages) == 112
     assert all(isinstance(one["content"], str) for row in found for one in row.messages if one["role"] != "tool")
+
+
+def test_values_that_python_cannot_hold_cost_their_rows(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    late = pa.array([300_000_000_000_000_000, None], pa.timestamp("us"))
+    pq.write_table(pa.table({"prompt": [Q, Q], "when": late}), tmp_path / "a.parquet")
+    first, second = read_files("tune.data.mine", str(tmp_path / "a.parquet"))
+    assert first.fault == "bad value: a value of this row cannot be read (date value out of range)"
+    assert (second.value, second.fault) == ({"prompt": Q}, None)
+
+
+def test_a_dataset_whose_files_do_not_fit_is_damaged_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("datasets")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "data").mkdir()
+    jsonl(tmp_path / "data" / "a.jsonl", {"prompt": Q})
+    jsonl(tmp_path / "data" / "b.jsonl", {"other": A})
+    good, bad = read_dataset("tune.data.mine", str(tmp_path / "data"), "train")
+    assert good.value == {"prompt": Q} and bad.fault is not None
+    assert bad.fault.startswith("damaged file: Couldn't cast other: string") and "\n" not in bad.fault

@@ -34,7 +34,7 @@ from lmworks.corpus.engine.dedup_preview import SourceDuplicates, preview_duplic
 from lmworks.corpus.engine.job import Job, hash_referenced_files
 from lmworks.corpus.engine.passes import PASSES
 from lmworks.corpus.engine.reading_pass import missing_facts
-from lmworks.corpus.read import Part, parts, passed_over
+from lmworks.corpus.read import ELSEWHERE, Part, parts, passed_over
 from lmworks.corpus.report import Report
 from lmworks.corpus.transform.filter_steps import rules_warnings
 from lmworks.corpus.transform.rule_table import rules_for
@@ -185,7 +185,6 @@ def _require_clean(recipe: Recipe, report: Report) -> None:
         )
 
 
-_ELSEWHERE = ("wheel", "stdlib", "huggingface")  # not checked: pinned, part of Python, or remote
 _WHOLE = 1 << 62
 
 
@@ -211,7 +210,7 @@ def refusals(recipe: Recipe, folder: Path) -> Iterator[UserError]:
 def left_out(recipe: Recipe) -> Iterator[str]:
     """One line per source of which a folder has files that are not read. Of sources that are here."""
     for source in recipe.corpus.sources:
-        if source.kind not in _ELSEWHERE:
+        if source.kind not in ELSEWHERE:
             with suppress(UserError, OSError):
                 if said := passed_over(source):
                     yield f"source {source.name}: {said}"
@@ -224,7 +223,7 @@ def faults(recipe: Recipe) -> Iterator[str]:
             rules_for(source.rules, source.domain, source.language)
         except UserError as error:
             yield f"source {source.name}: {error}"
-    read = [source for source in recipe.corpus.sources if source.kind not in _ELSEWHERE]
+    read = [source for source in recipe.corpus.sources if source.kind not in ELSEWHERE]
     for source in (*read, *(own.source for own in recipe.evaluate.protect)):
         try:
             parts(source, _WHOLE)

@@ -271,6 +271,9 @@ def read_at_most(stream: BinaryIO | BufferedIOBase, most: int) -> bytes:
     return found.getvalue()
 
 
+_DAMAGED = "get a file of yours again from where it came; one that lmworks made can be deleted and is made again"
+
+
 def read_json(path: Path, most: int = _MOST_JSON) -> Any:
     """Read a JSON file; a `UserError` names the file if it is missing, broken, no file, or longer than `most` bytes."""
     try:
@@ -280,7 +283,7 @@ def read_json(path: Path, most: int = _MOST_JSON) -> Any:
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, a number with too many digits, too deep nesting
-        raise UserError(f"{path} is not readable JSON ({error}); delete it to have it made again") from None
+        raise UserError(f"{path} is not readable JSON ({error}); {_DAMAGED}") from None
 
 
 def cache_directory(kind: str) -> Path:

@@ -10,6 +10,7 @@ import hashlib
 import os
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -32,6 +33,7 @@ _TRACKING = re.compile(
     re.IGNORECASE,
 )
 _DEFAULT_PORTS = {"http": 80, "https": 443}
+_BYTES = "surrogateescape"  # escapes of old encodings, as %D6%D0 of GBK, distinguish pages too
 _INDEX = re.compile(r"/(?:index|default)\.(?:html?|php|aspx?|jsp)$", re.IGNORECASE)
 
 
@@ -51,12 +53,19 @@ def url_keys(urls: Sequence[str | None]) -> np.ndarray:
     return keys_of([normal_url(url) if url else "" for url in urls])
 
 
+def _in_its_script(host: str) -> str:
+    """The host with labels of punycode (RFC 3492) as what they stand for; Python's `idna` refuses those of IDNA 2008 (faß.de)."""
+    with suppress(UnicodeError):
+        return ".".join(label[4:].encode("ascii").decode("punycode") if label.startswith("xn--") else label for label in host.split("."))
+    return host
+
+
 def normal_url(url: str) -> str:
     """The URL without the parts that do not distinguish pages.
 
     Removed: scheme, `www.`, default port, user, fragment (unless it is a route, `#!` or `#/`), tracking and session parameters, a trailing
-    slash or index page. The host is in lower case, parameters are sorted, escapes are uniform. A string that is not a URL is returned
-    stripped.
+    slash or index page. The host is in lower case and in its own script, parameters are sorted, escapes are uniform, and those that are not
+    UTF-8 are kept. A string that is not a URL is returned stripped.
     """
     url = url.strip()
     try:
@@ -66,12 +75,13 @@ def normal_url(url: str) -> str:
         return url
     if not host:
         return url
-    host = host.removeprefix("www.")
+    host = _in_its_script(host).removeprefix("www.")
     if port and port != _DEFAULT_PORTS.get(parts.scheme, port if not parts.scheme and port in (80, 443) else None):
         host += f":{port}"
-    path = "/".join(quote(unquote(part), safe="~!$&'()*+,;=:@") for part in re.sub(r"/{2,}", "/", parts.path).split("/"))
-    path = _INDEX.sub("/", path).rstrip("/")
-    query = urlencode(sorted(pair for pair in parse_qsl(parts.query, keep_blank_values=True) if not _TRACKING.fullmatch(pair[0])))
+    segments = [unquote(part, errors=_BYTES) for part in re.sub(r"/{2,}", "/", parts.path).split("/")]
+    path = _INDEX.sub("/", "/".join(quote(part, "~!$&'()*+,;=:@", errors=_BYTES) for part in segments)).rstrip("/")
+    pairs = parse_qsl(parts.query, keep_blank_values=True, errors=_BYTES)
+    query = urlencode(sorted(pair for pair in pairs if not _TRACKING.fullmatch(pair[0])), errors=_BYTES)
     route = f"#{parts.fragment}" if parts.fragment.startswith(("!", "/")) else ""
     return f"{host}{path}{'?' if query else ''}{query}{route}"
 

@@ -24,6 +24,7 @@ from lmworks.io.masking import mask
 from lmworks.recipe.schema.corpus import Source
 
 _ADVICE = {
+    "null_text": "set text_key to the column that holds the text; quarantine.jsonl in the corpus directory has the first rows",
     "enormous": "by default each file is one document of at most corpus.max_document_bytes bytes: raise that limit, "
     "or set document_format: lines",
     **dict.fromkeys(
@@ -69,13 +70,22 @@ def _empty_sources(job: Job) -> dict[str, str]:
             found[report.name] = "has no documents; check its path, include and document_format"
             continue
         reasons = ", ".join(f"{reason} {one.documents}" for reason, one in lost.items())
-        where = f"see {'rejected' if report.dropped else 'quarantine'}.jsonl in the corpus directory, or choose other rules"
-        where = next((advice for reason, advice in _ADVICE.items() if reason in lost), where)
+        most = max(lost, key=lambda reason: lost[reason].documents)
+        where = f"see {'rejected' if report.dropped else 'quarantine'}.jsonl in the corpus directory"
+        where += ", or choose other rules" if report.dropped else ""
+        where = _first_damage(job, report.name) if most == "damaged_file" else _ADVICE.get(most, where)
         if outside := [file.path for part in job.parts[report.name] for file in part.files if file.leads_out]:
             where = f"{printable(outside[0])} is a link to {printable(os.path.realpath(outside[0]))}, outside of the path of the source: "
             where += "name the target as a source, or copy it there"
         found[report.name] = f"none of its {report.came.documents} documents is usable ({reasons}); {where}"
     return found
+
+
+def _first_damage(job: Job, source: str) -> str:
+    """The first file of a source that is damaged or no file of its kind, and why. Samples of other reasons are text of the user."""
+    counts = (read_json(job.path("read", piece, ".counts.json")) for piece in job.pieces if piece.source.name == source)
+    rows = (row for one in counts for row in one["quarantine"] if row["reason"] == "damaged_file")
+    return next(mask(f"{row['origin']}: {row['text']}") for row in rows)
 
 
 def _reports_after_reading(job: Job) -> Iterator[SourceReport]:
@@ -200,5 +210,3 @@ def remove_partial(out: Path) -> None:
     """Remove files that were left half-written by killed processes."""
     for path in list(out.rglob(".*.part")):
         path.unlink(missing_ok=True)
-
-

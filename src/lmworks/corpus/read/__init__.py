@@ -6,6 +6,7 @@ missing or cannot be read at all is an error.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from types import ModuleType
@@ -17,7 +18,7 @@ from lmworks.corpus.read.part import Item, Part, printable, quarantined
 from lmworks.errors import UserError
 from lmworks.recipe.schema.corpus import Source
 
-__all__ = ["File", "Part", "parts", "passed_over", "provides", "read"]
+__all__ = ["ELSEWHERE", "File", "Part", "parts", "passed_over", "provides", "read"]
 
 _FAMILIES: dict[str, ModuleType] = {
     "jsonl": json_rows,
@@ -28,6 +29,14 @@ _FAMILIES: dict[str, ModuleType] = {
     "huggingface": huggingface,
     "wheel": wheel,
     "stdlib": standard_library,
+}
+
+
+ELSEWHERE = ("wheel", "stdlib", "huggingface")
+"""Kinds whose files are not looked at for changes: pinned, part of Python, or remote."""
+_REMEDIES = {
+    "leads_out": "to read its target, make that a source",
+    "unlisted_folder": "let this user list it, or leave it out of the path",
 }
 
 
@@ -64,17 +73,27 @@ def read(source: Source, part: Part, max_document: int) -> Iterator[Item]:
     reason.
     """
     left = part.size
-    outside = [file for file in part.files if file.leads_out]
-    for file in outside:
-        yield quarantined("leads_out", printable(file.path), f"{file.changed}; to read its target, make that a source")
-    part = replace(part, files=tuple(file for file in part.files if not file.leads_out))
+    for file in part.files:
+        if file.unread:
+            yield quarantined(file.unread, printable(file.path), f"{file.changed}; {_REMEDIES[file.unread]}")
+    part = replace(part, files=tuple(file for file in part.files if not file.unread))
     try:
         for item in _FAMILIES[source.kind].read(source, part, max_document) if part.files else ():
             checked = _checked(item, max_document)
             yield checked if checked.consumed <= left or not part.size else replace(checked, consumed=left)
             left = max(left - checked.consumed, 0)
+        for file in part.files if source.kind not in ELSEWHERE else ():
+            if _has_changed(file):
+                yield quarantined("changed_file", printable(file.path), "written to after it was listed; run the same command again")
     except UserError as error:
         raise type(error)(f"source {source.name}: {error}") from None
+
+
+def _has_changed(file: File) -> bool:
+    """Whether a local file, or repository, is still there and another than the one that was listed."""
+    if os.path.isdir(file.path):
+        return repository.tree(file.path) != file
+    return os.path.isfile(file.path) and listing.local_file(file.path) != file
 
 
 def _checked(item: Item, limit: int) -> Item:

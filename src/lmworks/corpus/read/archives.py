@@ -15,6 +15,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack
+from tarfile import EmptyHeaderError, EOFHeaderError, InvalidHeaderError  # type: ignore[attr-defined]  # not in its stubs
 from typing import Any, NamedTuple, Self
 
 from lmworks.corpus.read.formats import Member
@@ -129,11 +130,32 @@ def _zip(stream: Any, size: int) -> Iterator[_MemberEntry]:
 
 
 class _Header(tarfile.TarInfo):
-    """A header that is checked before tarfile reads what it declares."""
+    """A header that is checked before tarfile reads what it declares. Behind the first member tarfile takes one that is damaged, and the
+    end of the file, for the end of the archive.
+    """
+
+    @classmethod
+    def fromtarfile(cls, tarfile: Any) -> Self:
+        try:
+            info = super().fromtarfile(tarfile)
+        except EOFHeaderError:
+            tarfile.is_whole = True
+            raise
+        except EmptyHeaderError:
+            if tarfile.offset and not tarfile.is_whole:
+                raise DamagedFile("it ends without an end mark, so that members may lack") from None
+            raise
+        tarfile.is_whole = False
+        return info
 
     @classmethod
     def frombuf(cls, buf: Any, encoding: str, errors: str) -> Self:
-        info = super().frombuf(buf, encoding, errors)
+        if buf and len(buf) < tarfile.BLOCKSIZE:
+            raise DamagedFile("it breaks off in the header of a member")
+        try:
+            info = super().frombuf(buf, encoding, errors)
+        except InvalidHeaderError as error:
+            raise DamagedFile(f"the header of a member is damaged ({error}); what follows in it is not read") from None
         if info.size < 0:
             raise DamagedFile("a member of negative size")
         special = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
@@ -144,7 +166,8 @@ class _Header(tarfile.TarInfo):
 
 def _tar(stream: Any, raw: Any, size: int) -> Iterator[_MemberEntry | None]:
     expansion = ExpansionLimit(lambda: size or raw.tell())
-    with tarfile.open(fileobj=stream, mode="r|", tarinfo=_Header) as archive:
+    # an archive may follow the end mark of another, as after cat
+    with tarfile.open(fileobj=stream, mode="r|", tarinfo=_Header, ignore_zeros=True) as archive:
         while info := archive.next():
             archive.members.clear()  # type: ignore[attr-defined]  # otherwise it keeps them all
             if not 0 <= info.size <= max(ALWAYS_ALLOWED, MAX_EXPANSION * size if size else info.size):

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from lmworks.corpus.read.listing import File
+from lmworks.corpus.read.opening import DamagedFile
 from lmworks.corpus.read.part import Item, Part, quarantine_errors
 from lmworks.corpus.read.rows import Columns
 from lmworks.errors import Unavailable, UserError
+from lmworks.io.urls import connection_errors
 from lmworks.recipe.schema.corpus import Source
 
 _BUFFER = 10_000
@@ -30,9 +32,7 @@ def open_dataset(path: str, split: str) -> Any:
             return stored[split] if isinstance(stored, datasets.DatasetDict) else stored
         return datasets.load_dataset(name, config or None, split=split, streaming=True)
     except (FileNotFoundError, ConnectionError, OSError, ValueError, KeyError) as error:
-        raise Unavailable(
-            f"cannot load dataset {path}, split {split}: {str(error).splitlines()[0] if str(error) else error!r}"
-        ) from None
+        raise Unavailable(f"cannot load dataset {path}, split {split}: {str(error).splitlines()[0] if str(error) else error!r}") from None
 
 
 def _rows(source: Source) -> Any:
@@ -86,10 +86,22 @@ def _items(source: Source, part: Part, columns: Columns) -> Iterator[Item]:
         found = enumerate(rows.shard(num_shards=rows.n_shards, index=part.span[0]))
         origin += f"/{part.span[0]}" if part.span != (0, 1) else ""
     taken = 0
-    for number, row in found:
+    for number, row in until_damage(found):
         item = columns.item(row, f"{origin}:{number}", 0)
         size = len(item.text.encode("utf-8", "surrogatepass")) if item.reason is None else 0
         taken += size
         yield Item(item.text, item.origin, size, item.reason, item.facts, item.language)
         if wanted is not None and taken >= wanted:
             return
+
+
+def until_damage(rows: Iterator[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
+    """Rows with their numbers. Raises DamagedFile, in one line, where the library fails at a file whose columns or cells do not fit."""
+    from datasets.exceptions import DatasetsError
+
+    try:
+        yield from rows
+    except connection_errors():
+        raise
+    except (DatasetsError, ValueError, TypeError, LookupError) as error:
+        raise DamagedFile(f"{' '.join(str(error).split()) or type(error).__name__}; what follows in it is not read") from None

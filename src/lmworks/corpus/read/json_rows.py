@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import Any, Literal
 
 from lmworks.corpus.read.listing import File, find_files
-from lmworks.corpus.read.opening import COMPRESSED, bounded_lines, can_seek, has_mark_of_utf16, open_text, skip_line
+from lmworks.corpus.read.opening import COMPRESSED, bounded_lines, can_seek, open_text, skip_line
 from lmworks.corpus.read.part import EXCERPT, Item, Part, damage_errors, pack_files, printable, quarantine_errors, quarantined
 from lmworks.corpus.read.rows import Columns
 from lmworks.recipe.schema.corpus import Source
@@ -66,7 +66,7 @@ def rows_of(file: File, span: tuple[int, int] | None, limit: int) -> Iterator[Js
             if not whole:
                 yield JsonRow(origin, None, "enormous", f"more than {limit:,} bytes", line, consumed)
             elif line.strip():
-                yield _parsed(line, origin, consumed)
+                yield from _parsed(line, origin, consumed)
     else:
         yield from _values(file.path, layout == "array", limit)
 
@@ -96,9 +96,11 @@ def can_be_cut(path: str, json_rows: bool) -> bool:
     if path.lower().endswith(COMPRESSED) or not can_seek(path):
         return False
     try:
-        return not has_mark_of_utf16(path) and (not json_rows or layout_of(path) == "lines")
-    except OSError:  # it is quarantined when it is read
-        return True
+        with open_text(path) as (stream, raw):
+            as_it_is = stream is raw  # and not decoded
+        return as_it_is and (not json_rows or layout_of(path) == "lines")
+    except OSError:  # it is quarantined when it is read, once
+        return False
 
 
 def layout_of(path: str) -> Layout:
@@ -135,7 +137,8 @@ def layout_of(path: str) -> Layout:
         return "lines"
     if array:
         return "array" if text[end:].lstrip(_SPACE)[:1] in (",", "]") else "lines"
-    return "objects" if "\n" in text[:end] else "lines"
+    follows = not rest.strip(_SPACE) and text[end:].lstrip(_SPACE)[:1] == "{"  # in a file that is one line
+    return "objects" if follows or "\n" in text[:end] else "lines"
 
 
 def _row_begins(text: str, at: int) -> int:
@@ -177,16 +180,31 @@ class _Pieces:
         return b"".join(pieces)
 
 
-def _parsed(line: bytes, origin: str, consumed: int) -> JsonRow:
+def _parsed(line: bytes, origin: str, consumed: int) -> Iterator[JsonRow]:
     try:
-        value = _DECODER.decode(line.decode("utf-8-sig"))
+        values = list(_values_of_line(line.decode("utf-8-sig").strip(_SPACE)))
     except UnicodeDecodeError as error:
-        return JsonRow(origin, None, "bad_utf8", _not_utf8(line[error.start : error.start + 1], error.start), line, consumed)
+        yield JsonRow(origin, None, "bad_utf8", _not_utf8(line[error.start : error.start + 1], error.start), line, consumed)
     except (ValueError, RecursionError) as error:
-        return JsonRow(origin, None, "broken_json", _ZERO_BYTES if b"\0" in line else str(error), line, consumed)
-    if b"\0" in line:
-        return JsonRow(origin, None, "broken_json", _ZERO_BYTES, line, consumed)
-    return JsonRow(origin, value, consumed=consumed)
+        yield JsonRow(origin, None, "broken_json", _ZERO_BYTES if b"\0" in line else str(error), line, consumed)
+    else:
+        if b"\0" in line:
+            yield JsonRow(origin, None, "broken_json", _ZERO_BYTES, line, consumed)
+            return
+        for number, value in enumerate(values):
+            yield JsonRow(origin, value, consumed=0 if number else consumed)
+
+
+def _values_of_line(line: str) -> Iterator[Any]:
+    """The value of a line; or several objects, as where two files were joined of which the first does not end with a line break."""
+    end = 0
+    while not end or end < len(line):
+        value, end = _DECODER.raw_decode(line, end)
+        if isinstance(value, dict):
+            end = _row_begins(line, end)
+        if end < len(line) and not (isinstance(value, dict) and line[end] == "{"):
+            raise json.JSONDecodeError("Extra data", line, end)
+        yield value
 
 
 def _not_utf8(byte: bytes, position: int) -> str:

@@ -18,6 +18,7 @@ from lmworks.io.urls import explain_storage_errors, filesystem, hide
 from lmworks.recipe.schema.corpus import Source
 
 LEADS_OUT = "a link that leads out of its source"
+UNLISTED = "a folder that cannot be listed"
 _MOST_ENDINGS, _MOST_SUFFIXES = 5, 8  # that a line names
 SKIPPED_DIRECTORIES = {"__pycache__", "node_modules", "site-packages", "dist-packages", "venv"}
 
@@ -37,14 +38,19 @@ class File:
         """Whether it is a link to a target outside its source, which is not followed."""
         return self.changed == LEADS_OUT
 
+    @property
+    def unread(self) -> str:
+        """The reason why it is not read: `leads_out`, or `unlisted_folder` for a folder whose files are not known; empty for a file."""
+        return "leads_out" if self.leads_out else "unlisted_folder" if self.changed.startswith(UNLISTED) else ""
+
 
 def find_files(source: Source, suffixes: tuple[str, ...] = (), archives: tuple[str, ...] = ()) -> list[File]:
     """Files of a source at its `path` (file, directory, glob or fsspec URL), sorted by path.
 
     Inside a directory only names with one of `suffixes` are included, compressed or not (all names if empty), and likewise for a glob that
     ends in `*`, which names no ending; hidden and tool directories are skipped. `include` names members of files that end in `archives`, so
-    that these are listed whatever it is, unless it ends so itself. A link inside it to a target outside is a file with
-    `leads_out`. Raises Unavailable if there are no files.
+    that these are listed whatever it is, unless it ends so itself. A link inside it to a target outside, and a folder inside it that
+    cannot be listed, are files that are `unread`. Raises Unavailable if there are no files.
     """
     assert source.path is not None, "checked by the recipe"
     files = _list(source, lambda name: has_extension(name, suffixes), () if ends_in(source.include, archives) else archives)
@@ -61,7 +67,7 @@ def passed_over(source: Source, suffixes: tuple[str, ...]) -> str:
     """The files of a folder that `find_files` leaves out for their names, counted by ending, and what to do; empty if there are none."""
     if not suffixes or not _names_no_ending(_plain(source)):
         return ""
-    files = _list(source, lambda name: not has_extension(name, suffixes))
+    files = [file for file in _list(source, lambda name: not has_extension(name, suffixes)) if not file.unread]
     if not files:
         return ""
     endings = Counter(os.path.splitext(file.path)[1].lower() or "no ending" for file in files)
@@ -136,7 +142,20 @@ def _list_local(path: str, included: Callable[[str], bool]) -> Iterator[File]:
         pattern = _pattern(path)
         deepest = None if "**" in path else os.path.normpath(path).count("/")
         below = folder_of_glob(path, mark.start())
-        yield from _walk(below, lambda name: bool(pattern.fullmatch(os.path.normpath(name))) and included(name), deepest)
+        found = _walk(below, lambda name: bool(pattern.fullmatch(os.path.normpath(name))) and included(name), deepest)
+        yield from (file for file in found if file.unread != "unlisted_folder" or _reaches(path, file.path))
+
+
+def unlisted_folders(path: str) -> list[File]:
+    """The folders that cannot be listed below a directory, or where a glob reaches. Raises `OSError` if the directory itself is one."""
+    return [file for file in _list_local(path, lambda name: False) if file.unread == "unlisted_folder"]
+
+
+def _reaches(glob: str, folder: str) -> bool:
+    """Whether a file below a folder may match a glob."""
+    folder = os.path.normpath(folder)
+    above = os.path.normpath(glob).split("/")[: folder.count("/") + 1]
+    return "**" in glob or bool(_pattern("/".join(above)).fullmatch(folder))
 
 
 def folder_of_glob(path: str, first_mark: int) -> str:
@@ -158,10 +177,16 @@ def _walk(path: str, wanted: Callable[[str], bool], deepest: int | None = None) 
 
     Links to directories inside it are followed, and each directory is visited once; a link to a file inside it stands for a file only where
     that is not found by its own name. Links to targets outside it are not followed, because the author of the directory may point them
-    anywhere.
+    anywhere. A folder that cannot be listed is a file by itself, unless it is the directory: then its error is raised.
     """
     root = os.path.realpath(path)
     seen: set[tuple[int, int]] = set()
+    unlisted: list[File] = []
+
+    def not_listed(error: OSError) -> None:
+        if error.filename == path:
+            raise error
+        unlisted.append(File(error.filename, 0, f"{UNLISTED} ({error.strerror})"))
 
     def leads_out(name: str) -> bool:
         return os.path.islink(name) and lies_outside(name, root)
@@ -171,12 +196,17 @@ def _walk(path: str, wanted: Callable[[str], bool], deepest: int | None = None) 
         passed = last.startswith(".") or any(part.startswith(".") or part in SKIPPED_DIRECTORIES for part in above)
         return not passed and os.path.exists(link) and wanted(os.path.join(path, *above, last))
 
-    for folder, folders, names in os.walk(path, followlinks=True):
+    for folder, folders, names in os.walk(path, onerror=not_listed, followlinks=True):
         if folder != path and leads_out(folder):
             folders.clear()
             yield File(folder, 0, LEADS_OUT)
             continue
-        status = os.stat(folder)
+        try:
+            status = os.stat(folder)
+        except OSError as error:  # removed meanwhile
+            folders.clear()
+            not_listed(error)
+            continue
         if (status.st_dev, status.st_ino) in seen:
             folders.clear()
             continue
@@ -188,6 +218,7 @@ def _walk(path: str, wanted: Callable[[str], bool], deepest: int | None = None) 
                 file = File(name, 0, LEADS_OUT) if leads_out(name) else local_file(name)
                 if file is not None:
                     yield file
+    yield from unlisted
 
 
 def lies_outside(name: str, root: str) -> bool:

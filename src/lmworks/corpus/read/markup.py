@@ -7,6 +7,7 @@ The text of a LaTeX document: sections become Markdown headings, formulas are ke
 
 from __future__ import annotations
 
+import html
 import re
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,7 +16,7 @@ from importlib.util import find_spec
 from types import TracebackType
 from typing import Any
 
-from lmworks.corpus.read.opening import encodings, marked_encoding
+from lmworks.corpus.read.opening import decode_text, encodings, marked_encoding
 from lmworks.corpus.read.part import Item, quarantined
 from lmworks.errors import UserError
 from lmworks.untrusted.limited_process import CallFailed, LimitedProcess, ProcessDied
@@ -57,12 +58,19 @@ class Extractor:
             return quarantined("hangs_parser" if error.hangs else "kills_parser", origin, data, consumed)
         except OSError:
             raise UserError(f"the parser of {self._name} does not start; python -c 'import {_PACKAGES[self._name]}' says why") from None
+        if text.count("\N{REPLACEMENT CHARACTER}") > _MOST_REPLACED * len(text):
+            return quarantined("bad_utf8", origin, text, consumed)
         return quarantined("no_text", origin, text or data, consumed) if not text.strip() else Item(text, origin, consumed)
 
 
 _CODE = re.compile(r"(^```.*?^```[^\n]*$|`[^`\n]*`)", re.MULTILINE | re.DOTALL)
 _ESCAPE = re.compile(r"\\([\\`*_{}\[\]()#+.!<>|~-])")
-_DECLARED = re.compile(rb"<meta[^>]{0,200}?charset\s{0,9}=\s{0,9}[\"']?\s{0,9}([A-Za-z0-9_.:-]{1,40})", re.IGNORECASE)
+_DECLARED = re.compile(
+    rb"(?:<meta[^>]{0,200}?charset|<\?xml[^>]{0,200}?encoding)\s{0,9}=\s{0,9}[\"']?\s{0,9}([A-Za-z0-9_.:-]{1,40})", re.IGNORECASE
+)
+# control characters and references to them, which are letters and quotes of Windows-1252 (https://html.spec.whatwg.org)
+_CONTROLS = re.compile("[\x80-\x9f]|&#(?:0{0,9}1[2-5][0-9](?![0-9])|x0{0,9}[89][0-9a-f](?![0-9a-f]));?", re.IGNORECASE)
+_MOST_REPLACED = 0.01  # characters of a text that take the place of bytes in no known encoding
 # matches only at the beginning of a run of spaces; otherwise the search would be quadratic in the length of the run
 _PERMALINK = re.compile(r"(?<![ \t])[ \t]*¶[ \t]*$", re.MULTILINE)
 
@@ -78,7 +86,9 @@ def html_extractor() -> Callable[[bytes], bytes]:
     logging.disable()
 
     def extract(data: bytes) -> bytes:
-        found = trafilatura.extract(decoded(data), fast=True, favor_precision=True, include_comments=False, output_format="markdown")
+        page = decoded(data)
+        text = page if isinstance(page, str) else trafilatura.utils.decode_file(page)
+        found = trafilatura.extract(with_letters(text), fast=True, favor_precision=True, include_comments=False, output_format="markdown")
         return unescaped(found or "").encode("utf-8", "replace")
 
     return extract
@@ -91,11 +101,13 @@ def decoded(data: bytes) -> str | bytes:
     trafilatura would detect first, and its result depends on the installed detectors.
     """
     declared = _DECLARED.search(data, 0, 4096)
-    marked = marked_encoding(data[:4])
-    for encoding in [marked] if marked else encodings(declared[1].decode("ascii") if declared else ""):
-        with suppress(LookupError, ValueError):  # a codec such as hex is none of text
-            return data.decode(encoding)
-    return data
+    text = decode_text(data, declared[1].decode("ascii") if declared else "")
+    return data if text is None else text
+
+
+def with_letters(page: str) -> str:
+    """A page whose control characters are the letters and quotes that they mean; trafilatura removes those that are left."""
+    return _CONTROLS.sub(lambda found: html.unescape(f"&#{ord(found[0])};" if len(found[0]) == 1 else found[0]), page)
 
 
 def unescaped(markdown: str) -> str:
@@ -197,7 +209,7 @@ def to_text(source: str, convert: Callable[[str], str]) -> str:
     def replaced(match: re.Match[str]) -> str:
         if match["kind"]:
             return "\n\n" + hold(f"\n```\n{match['block'].rstrip()}\n```\n") + "\n\n"
-        if (code := match["code"] or match["braced"]):
+        if code := match["code"] or match["braced"]:
             return hold(f"`{code}`")
         if match["link"]:
             return f"\\{match['link']}{{" + hold(_ESCAPED.sub(r"\1", match["address"])) + "}"

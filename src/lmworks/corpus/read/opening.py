@@ -7,10 +7,12 @@ import codecs
 import gzip
 import io
 import lzma
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any, BinaryIO, cast
 
 from lmworks.errors import UserError
@@ -20,10 +22,31 @@ _GZIP, _BZ2, _XZ, _ZSTD = (".gz", ".tgz"), (".bz2", ".tbz2"), (".xz", ".txz"), (
 COMPRESSED = (*_GZIP, *_BZ2, *_XZ, *_ZSTD)
 _CHUNK = 1 << 20
 _NO_CHARSETS = {"idna", "punycode", "unicode-escape", "raw-unicode-escape"}  # codecs of Python from bytes to text that no text declares
-_ZSTD_PIECE = 1 << 11  # a frame expands at most 32,768 times, so that a bomb is noticed at 64 MB
+_PIECE = 1 << 11  # a frame of zstd expands at most 32,768 times, so that a bomb is noticed at 64 MB
+_WIDEST_WINDOW = 1 << 31  # of zstd --ultra --long=31, with which archives of social media are published
 # no text is compressed 200 times; up to 16 MB any ratio is allowed, since even empty lines then take only seconds
 ALWAYS_ALLOWED = 1 << 24
 MAX_EXPANSION = 200
+
+
+# What a name of the web stands for (https://encoding.spec.whatwg.org): the encoding of Windows that has more characters than the standard
+# of that name, and names that Python does not know.
+_ON_THE_WEB = {
+    "ascii": ("cp1252",), "iso8859-1": ("cp1252",), "iso8859-9": ("cp1254",), "tis-620": ("cp874",), "iso8859-11": ("cp874",),
+    "shift_jis": ("cp932",), "euc_kr": ("cp949",), "gb2312": ("gb18030",), "gbk": ("gb18030",), "big5": ("cp950", "big5hkscs"),
+}  # fmt: skip
+_WEB_NAMES = {"x-sjis": "shift_jis", "windows-874": "cp874", "windows-949": "cp949", "x-gbk": "gbk", "x-x-big5": "big5",
+              "x-euc-jp": "euc_jp", "x-mac-roman": "mac_roman", "x-mac-cyrillic": "mac_cyrillic", "iso-8859-8-i": "iso8859-8",
+              **{f"x-cp125{digit}": f"cp125{digit}" for digit in range(9)}}  # fmt: skip
+# how files begin that are no text, as none of these is UTF-8 or belongs into text
+_NO_TEXT = (
+    (re.compile(rb"\x1f\x8b\x08"), "it is compressed with gzip: unpack it, or add .gz to its name"),
+    (re.compile(rb"BZh[1-9]1AY&SY"), "it is compressed with bzip2: unpack it, or add .bz2 to its name"),
+    (re.compile(rb"\xfd7zXZ\x00"), "it is compressed with xz: unpack it, or add .xz to its name"),
+    (re.compile(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18"), "it is compressed with zstd: unpack it, or add .zst to its name"),
+    (re.compile(rb"PK(?:\x03\x04|\x05\x06)|.{257}ustar", re.DOTALL), "it is an archive, and neither rows nor lines: unpack it"),
+)
+_LONGEST_BEGIN = 262
 
 
 class DamagedFile(OSError):
@@ -67,16 +90,16 @@ def open_text(path: str) -> Iterator[tuple[Any, BinaryIO]]:
 
 
 def as_utf8(stream: Any) -> Any:
-    """A stream of text; as UTF-8 if it is UTF-16 or UTF-32 with a byte order mark."""
+    """A stream of lines or rows; as UTF-8 if it is UTF-16 or UTF-32 with a byte order mark. Raises DamagedFile if it is compressed, or an
+    archive.
+    """
     found: Any = stream if hasattr(stream, "peek") else io.BufferedReader(cast(Any, stream), _CHUNK)
-    encoding = marked_encoding(found.peek(4)[:4])
+    begin = found.peek(_LONGEST_BEGIN)
+    for form, remedy in _NO_TEXT:
+        if form.match(begin):
+            raise DamagedFile(remedy)
+    encoding = marked_encoding(begin[:4])
     return io.BufferedReader(_AsUtf8(found, encoding), _CHUNK) if encoding else found
-
-
-def has_mark_of_utf16(path: str) -> bool:
-    """Whether a file begins with the byte order mark of UTF-16 or UTF-32."""
-    with open(path, "rb") as file:
-        return marked_encoding(file.read(4)) is not None
 
 
 def marked_encoding(start: bytes) -> str | None:
@@ -87,16 +110,27 @@ def marked_encoding(start: bytes) -> str | None:
 
 
 def encodings(declared: str) -> list[str]:
-    """The encodings to try for a text without a byte order mark, in order: UTF-8, and the one that it declares, if that is known. One whose
-    bytes are ASCII comes first, since they would pass for UTF-8.
+    """The encodings to try for a text without a byte order mark, in order: UTF-8, and the one that it declares, if that is known, before
+    that its extension by which browsers read it. One whose bytes are ASCII comes first, since they would pass for UTF-8.
     """
     try:
-        name = codecs.lookup(declared).name
+        name = codecs.lookup(_WEB_NAMES.get(declared.lower(), declared)).name
     except (LookupError, ValueError):
         return ["utf-8-sig"]
     if name in _NO_CHARSETS:
         return ["utf-8-sig"]
-    return [name, "utf-8-sig"] if name.startswith(("iso2022", "hz", "utf-7")) else ["utf-8-sig", name]
+    if name.startswith(("iso2022", "hz", "utf-7")):
+        return [name, "utf-8-sig"]
+    return ["utf-8-sig", *_ON_THE_WEB.get(name, ()), name]
+
+
+def decode_text(data: bytes, declared: str) -> str | None:
+    """A text by its byte order mark, as UTF-8, or in the encoding that it declares; None if it is none of these."""
+    marked = marked_encoding(data[:4])
+    for encoding in [marked] if marked else encodings(declared):
+        with suppress(LookupError, ValueError):  # a codec such as hex is none of text
+            return data.decode(encoding)
+    return None
 
 
 class _AsUtf8(io.RawIOBase):
@@ -145,42 +179,57 @@ def decompress(raw: Any, name: str, expansion: ExpansionLimit | None = None) -> 
     if name.endswith(_GZIP):
         opened: Any = gzip.GzipFile(fileobj=raw)
     elif name.endswith(_BZ2):
-        opened = bz2.BZ2File(raw)
+        opened = _Frames(raw, bz2.BZ2Decompressor)
     elif name.endswith(_XZ):
-        opened = lzma.LZMAFile(raw)  # noqa: SIM115
+        opened = _Frames(raw, partial(lzma.LZMADecompressor, lzma.FORMAT_XZ))
     elif name.endswith(_ZSTD):
         try:
             import zstandard
         except ImportError:
             raise UserError(f"{name} needs zstandard: pip install 'lmworks[data]'") from None
-        opened = _ZstdFrames(raw, zstandard.ZstdDecompressor().decompressobj)
+        opened = _Frames(raw, zstandard.ZstdDecompressor(max_window_size=_WIDEST_WINDOW).decompressobj)
     else:
         return raw
     return io.BufferedReader(_CountedStream(opened, expansion or ExpansionLimit(raw.tell)), _CHUNK)
 
 
-class _ZstdFrames:
-    """The frames of a zstd file, one after another. The library's own reader takes the end of a truncated file for that of the text."""
+class _Frames:
+    """The frames (streams) of a bz2, xz or zstd file, one after another. Zero bytes between them are padding.
+
+    The readers of the libraries take the end of a truncated zstd file, and all that is no stream behind one of bz2 or xz, for the end of
+    the text.
+    """
 
     def __init__(self, raw: Any, begin_frame: Callable[[], Any]) -> None:
         self._raw, self._begin_frame = raw, begin_frame
-        self._frame, self._ready = begin_frame(), b""
-        self._begun = False
+        self._frame: Any = None
+        self._ready = b""
 
     def read1(self, count: int) -> bytes:
         while not self._ready:
-            data = self._frame.unused_data if self._frame.eof else b""
-            data = data or self._raw.read(_ZSTD_PIECE)
-            if not data:
-                if self._begun and not self._frame.eof:
-                    raise EOFError("compressed file ended before the end-of-stream marker was reached")
-                return b""
-            if self._frame.eof:
+            data = b""
+            if self._frame is None or self._frame.eof:
+                data = self._next_frame()
+                if not data:
+                    return b""
                 self._frame = self._begin_frame()
-            self._begun = True
-            self._ready = self._frame.decompress(data)
+            elif getattr(self._frame, "needs_input", True):
+                data = self._raw.read(_PIECE)
+                if not data:
+                    raise EOFError("compressed file ended before the end-of-stream marker was reached")
+            # a frame of zstd gives all that it has
+            self._ready = self._frame.decompress(data, *((count,) if hasattr(self._frame, "needs_input") else ()))
         found, self._ready = self._ready[:count], self._ready[count:]
         return found
+
+    def _next_frame(self) -> bytes:
+        """The first bytes of the next frame; none at the end of the file."""
+        if self._frame is None:
+            return bytes(self._raw.read(_PIECE))
+        data = bytes(self._frame.unused_data).lstrip(b"\0")
+        while not data and (piece := self._raw.read(_PIECE)):
+            data = piece.lstrip(b"\0")
+        return data
 
 
 class _CountedStream(io.RawIOBase):

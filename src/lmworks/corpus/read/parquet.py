@@ -13,13 +13,15 @@ from lmworks.errors import UserError
 from lmworks.recipe.schema.corpus import Source
 
 SUFFIXES = (".parquet", ".pq")
+VALUE_ERRORS = (ValueError, ArithmeticError, LookupError)
+"""What pyarrow raises for a value that Python cannot hold: a text that is not UTF-8, a year beyond 9999, an unknown time zone."""
 _ROWS = 8  # larger batches are not faster, and one value may be as long as a document
 
 
 def parts(source: Source, part_bytes: int) -> list[Part]:
     """Parts of whole small files, and of row groups of large files. Raises UserError if the first readable file lacks a column."""
     files = find_files(source, SUFFIXES)
-    names = next((names for file in files[:3] if not file.leads_out and (names := _names(file.path))), None)
+    names = next((names for file in files[:3] if not file.unread and (names := _names(file.path))), None)
     if names:
         Columns(source, 0).columns_to_read(names, printable(files[0].path))
     return list(_parts(files, part_bytes))
@@ -87,7 +89,7 @@ def _rows(columns: Columns, file: File, part: Part) -> Iterator[Item]:
         sizes = [opened.metadata.row_group(group).num_rows for group in range(opened.num_row_groups)]
         size = file.size or stream.seek(0, 2)
         share = (part.size if part.span else size) // max(sum(sizes[first:last]), 1)
-        for group in range(first, last):
+        for group in range(first, min(last, len(sizes))):  # the file may have been replaced since it was listed
             rows = _group(opened, group, wanted, f"{printable(file.path)}:", sum(sizes[:group]), columns, share, size)
             yield from quarantine_errors(rows, f"{file.path}, row group {group}")
 
@@ -102,7 +104,7 @@ def _group(opened: Any, group: int, wanted: list[str], origin: str, number: int,
             raise DecompressionBomb(f"expands to more than {MAX_EXPANSION} times its size")
         try:
             found: list[Any] = list(zip(*(column.to_pylist() for column in batch.columns), strict=True))
-        except UnicodeDecodeError:  # invalid UTF-8 affects its own row only
+        except VALUE_ERRORS:  # it affects its own row only
             found = [_row_values(batch, row) for row in range(batch.num_rows)]
         for values in found:
             number += 1
@@ -117,8 +119,20 @@ def _row_values(batch: Any, row: int) -> Any:
     values = []
     for column in batch.columns:
         try:
-            values.append(column[row].as_py())
+            values.append(_value(column[row]))
         except UnicodeDecodeError:
             scalar = column[row]
             return scalar.as_buffer().to_pybytes() if hasattr(scalar, "as_buffer") else b""
     return values
+
+
+def _value(scalar: Any) -> Any:
+    """A value. Times that Python cannot hold are numbers in their own unit, as text; lists of them None."""
+    try:
+        return scalar.as_py()
+    except UnicodeDecodeError:
+        raise
+    except VALUE_ERRORS:
+        if hasattr(scalar, "keys"):
+            return {name: _value(scalar[name]) for name in scalar.keys()}  # noqa: SIM118  # it iterates over names, a map over pairs
+        return str(scalar.value) if hasattr(scalar, "value") else None

@@ -18,7 +18,7 @@ from collections.abc import Generator, Iterator
 from contextlib import closing
 
 from lmworks.corpus.read.archives import ARCHIVES, is_archive, members
-from lmworks.corpus.read.listing import File, find_files, local_file, working_directory_hint
+from lmworks.corpus.read.listing import UNLISTED, File, find_files, local_file, working_directory_hint
 from lmworks.corpus.read.part import Item, Part, pack_files, printable, quarantine_errors, quarantined
 from lmworks.errors import Unavailable
 from lmworks.io.files import read_at_most
@@ -45,7 +45,7 @@ def parts(source: Source, part_bytes: int) -> list[Part]:
     if "://" in source.path:
         return list(pack_files(find_files(source, ARCHIVES), part_bytes))
     matches = [source.path] if os.path.exists(source.path) else sorted(glob.glob(source.path))
-    found = [_tree(path) if os.path.isdir(path) else local_file(path) for path in matches if os.path.isdir(path) or is_archive(path)]
+    found = [tree(path) if os.path.isdir(path) else local_file(path) for path in matches if os.path.isdir(path) or is_archive(path)]
     files = [file for file in found if file is not None]
     if not files:
         hint = working_directory_hint(source.path)
@@ -53,7 +53,7 @@ def parts(source: Source, part_bytes: int) -> list[Part]:
     return list(pack_files(files, part_bytes))
 
 
-def _tree(path: str) -> File:
+def tree(path: str) -> File:
     """A directory as a file: the total size, and a hash of names, sizes and times."""
     state, size = hashlib.blake2b(digest_size=16), 0
     for file in _files(path):
@@ -63,13 +63,15 @@ def _tree(path: str) -> File:
 
 
 def _files(path: str) -> Iterator[File]:
-    """Regular files below a directory, sorted. Links are skipped, because they may lead out of it."""
-    for folder, folders, names in os.walk(path):
+    """Regular files below a directory, sorted, and folders that cannot be listed. Links are skipped, because they may lead out of it."""
+    unlisted: list[OSError] = []
+    for folder, folders, names in os.walk(path, onerror=unlisted.append):
         folders[:] = sorted(name for name in folders if name != ".git")
         for name in sorted(names):
             found = None if os.path.islink(os.path.join(folder, name)) else local_file(os.path.join(folder, name))
             if found is not None:
                 yield found
+    yield from (File(error.filename, 0, f"{UNLISTED} ({error.strerror})") for error in unlisted)
 
 
 def read(source: Source, part: Part, limit: int) -> Iterator[Item]:
@@ -108,6 +110,9 @@ def _repository(file: File, limit: int) -> Iterator[Item]:
 def _stored(path: str) -> Generator[tuple[str, bytes | Item], None, None]:
     for file in _files(path):
         relative = os.path.relpath(file.path, path)
+        if file.unread:
+            yield relative, quarantined(file.unread, printable(file.path), file.changed)
+            continue
         try:
             with open(file.path, "rb") as stream:
                 yield relative, read_at_most(stream, _LONGEST_FILE + 1)

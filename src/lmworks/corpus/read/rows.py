@@ -18,7 +18,7 @@ from typing import Any
 
 from lmworks.corpus.document import Fact
 from lmworks.corpus.read.markup import Extractor
-from lmworks.corpus.read.part import Item, decode_document, quarantined
+from lmworks.corpus.read.part import EXCERPT, Item, decode_document, quarantined
 from lmworks.errors import UserError
 from lmworks.recipe.schema.corpus import Source
 
@@ -88,12 +88,13 @@ class Columns:
         if text.reason is not None:
             return text
         facts = {path: fact for path in self._source.fact_keys if (fact := _fact(_lookup(row, path))) is not None}
-        language = _lookup(row, self._language) if self._language else None
+        language = _fact(_lookup(row, self._language)) if self._language else None
         return Item(text.text, origin, consumed, None, facts, language if isinstance(language, str) and language else None)
 
     def _text(self, row: Mapping[str, Any], origin: str, consumed: int) -> Item:
         if not self._template:
-            return self._value(row, self._fields[0], origin, consumed)
+            item = self._value(row, self._fields[0], origin, consumed)
+            return replace(item, text=_excerpt(row)[:EXCERPT]) if item.reason == "null_text" else item
         values = {}
         for name in self._fields:
             if _lookup(row, name) is None and name in self._may_lack:
@@ -147,8 +148,8 @@ def _lookup(row: Mapping[str, Any], path: str) -> Any:
 
 
 def _fact(value: Any) -> Fact | None:
-    """A value as a fact: other types than numbers and strings become JSON; missing, non-finite, oversized and too deep values become
-    None."""
+    """A value as a fact: lists and objects become JSON; bytes, decimals, durations and identifiers text; missing, non-finite, oversized and
+    too deep values None."""
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return None
     if isinstance(value, bool | float):
@@ -157,7 +158,8 @@ def _fact(value: Any) -> Fact | None:
         return value if abs(value) < 1 << 63 else str(value)
     if isinstance(value, datetime.date | datetime.time):
         return value.isoformat()
-    text = value if isinstance(value, str) else _as_json(value)
+    text = value.decode("utf-8", "replace") if isinstance(value, bytes) else value  # older writers mark no texts as such
+    text = text if isinstance(text, str) else _as_json(text) if isinstance(text, Mapping | list | tuple) else str(text)
     return text.encode("utf-8", "replace").decode() if text is not None and len(text) <= _LONGEST_FACT else None
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from lmworks.corpus.read import parts
+from lmworks.corpus.read import ELSEWHERE, parts
 from lmworks.corpus.read.listing import find_files
 from lmworks.errors import UserError
 from lmworks.recipe.changes import Change
@@ -20,13 +20,12 @@ from lmworks.ui.terminal import bar
 Listing = dict[str, dict[str, list[int]]]
 """Recipe path of a source to files to numbers that change with their contents."""
 
-_ELSEWHERE = ("wheel", "stdlib", "huggingface")
 _WHOLE = 1 << 62
 
 
 def list_files(recipe: Recipe, before: Listing) -> Listing:
     """The current files. A source that cannot be listed now keeps its listing of `before`, because a finished corpus does not need it."""
-    sources = {f"corpus.sources.{source.name}": source for source in recipe.corpus.sources if source.kind not in _ELSEWHERE}
+    sources = {f"corpus.sources.{source.name}": source for source in recipe.corpus.sources if source.kind not in ELSEWHERE}
     sources |= {f"evaluate.protect.{own.name}": own.source for own in recipe.evaluate.protect}
     tasks = {f"evaluate.benchmarks.{one.name}": one for one in recipe.evaluate.benchmarks if one.file or one.path}
     found: Listing = {}

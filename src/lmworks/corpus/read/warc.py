@@ -10,13 +10,12 @@ import logging
 import re
 import zlib
 from collections.abc import Iterator
-from contextlib import suppress
 from importlib.util import find_spec
 from typing import Any
 
 from lmworks.corpus.read.listing import File, find_files
 from lmworks.corpus.read.markup import Extractor
-from lmworks.corpus.read.opening import DamagedFile, encodings, open_binary
+from lmworks.corpus.read.opening import DamagedFile, decode_text, open_binary
 from lmworks.corpus.read.part import Item, Part, decode_document, pack_files, printable, quarantine_errors, quarantined
 from lmworks.errors import UserError
 from lmworks.recipe.schema.corpus import Source
@@ -115,12 +114,11 @@ def _page(record: Any, data: bytes, origin: str, consumed: int, extractor: Extra
     headers = record.http_headers or record.rec_headers
     content_type = headers.get_header("Content-Type") or ""
     declared, charset = content_type.partition(";")[0].strip().lower(), _CHARSET.search(content_type)
-    known = encodings(charset[1]) if charset else []
     if declared == "text/plain":
         return decode_document(data, origin, limit, consumed, charset[1] if charset else "")
     if declared in _PAGES or (not declared and b"<html" in data[:1000].lower()):
-        if len(known) == 2 and known[1] == "utf-8-sig":  # a page need not repeat it, and its bytes would pass for UTF-8
-            with suppress(UnicodeError):
-                data = data.decode(known[0]).encode("utf-8", "replace")
+        known = decode_text(data, charset[1]) if charset else None  # which takes precedence over what the page declares
+        if known is not None:
+            data = known.encode("utf-8", "replace")
         return extractor.text(data, origin, consumed)
     return quarantined("not_a_page", origin, declared, consumed)

@@ -48,7 +48,7 @@ def _alternatives(words: str) -> str:
 def _label(cased: str, caseless: str) -> str:
     names = rf"(?<![^\W\d_])(?:{_alternatives(cased)})" + (f"|{_alternatives(caseless)}" if caseless else "")
     more = "|".join(filter(None, (_NUMBER, _alternatives(cased), _alternatives(caseless))))
-    return rf"(?:{names})(?:\.? ?(?:{more})){{0,2}}(?:\.? ?(?:{_LINKS})){{0,2}}[ .:;=/()\-|]{{0,4}}\+?$"
+    return rf"(?:{names})(?:\.? ?(?:{more})){{0,2}}(?:\.? ?(?:{_LINKS})){{0,2}}['׳]?[ .:;=/()\-|]{{0,4}}\+?$"
 
 
 PHONE_LABEL = _label(_CASED, _CASELESS)
@@ -69,9 +69,12 @@ DOMAINS = frozenset(_INTERNATIONAL_DOMAINS.split())
 Span = tuple[int, int]
 Finder = Callable[[str], Iterator[Span]]
 
+# marks of direction, between which numbers stand in Arabic and Hebrew, and word boundaries of scripts without spaces
+_UNSEEN = "\u200b\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 _PLAIN = {ord(char): str(unicodedata.decimal(char, char)) for char in characters(r"[\p{Nd}--\p{ASCII}]")}
 _PLAIN |= {code: chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)} | dict.fromkeys(map(ord, "‐‑‒–−"), "-")
 _PLAIN |= dict.fromkeys(map(ord, "\u00a0\u2009\u202f\u3000"), " ")
+_PLAIN |= dict.fromkeys(map(ord, _UNSEEN), " ")
 _PLAIN = {code: char for code, char in _PLAIN.items() if code < 0x10000}  # the search takes ten times as long with others
 _FOREIGN = re.compile(f"[{''.join(map(chr, _PLAIN))}]")
 
@@ -120,6 +123,7 @@ _NORTH_AMERICAN = re.compile(
     re.ASCII,
 )
 _SUBSCRIBER = re.compile(r"\(?[0-9](?:[ ()/.-]{0,2}[0-9]){6,14}(?![\w]|[.,-][0-9])", re.ASCII)
+_FICTIONAL = re.compile(r"(?:1?[2-9][0-9]{2})?555[0-9]{4}")  # North American; elsewhere 555 is as good as any digits
 _DATE = re.compile(r"(?:19|20)[0-9]{2}[-./ ](?:0?[1-9]|1[0-2])[-./ ](?:0?[1-9]|[12][0-9]|3[01])(?![0-9])")
 _CHINESE_MOBILE = re.compile(r"(?<![\w.,/+=#-])1[3-9][0-9]{9}(?![\w]|[.,/-][0-9])", re.ASCII)
 _HAN = re.compile("[\u4e00-\u9fff]")
@@ -176,7 +180,8 @@ def without_overlaps(spans: Iterable[Span]) -> Iterator[Span]:
 
 
 def ascii_form(text: str) -> str:
-    """The text with digits of all scripts, full-width forms, dashes and spaces as ASCII; of the same length."""
+    """The text with digits of all scripts, full-width forms, dashes and spaces as ASCII, and marks of direction as spaces; of the same
+    length."""
     return text.translate(_PLAIN) if not text.isascii() and _FOREIGN.search(text) else text
 
 
@@ -234,11 +239,11 @@ def phones(text: str) -> Iterator[Span]:
             digits = re.sub("[^0-9]", "", found[0])
             grouped = any(char in found[2] for char in " -(") or found[2].count(".") > 1
             plain = len(digits) >= 10 and "." not in found[2] and not set(digits) <= {"0", "1"}
-            if 9 <= len(digits) <= 15 and (grouped or plain) and _COUNTRY.match(digits) and "555" not in digits[:9]:
+            if 9 <= len(digits) <= 15 and (grouped or plain) and _COUNTRY.match(digits) and not _FICTIONAL.fullmatch(digits):
                 spans.append(found.span())
     spans += [found.span() for found in _NORTH_AMERICAN.finditer(text) if found[4] != "555"]
     for found in _SUBSCRIBER.finditer(text):
-        if "555" not in found[0] and not _DATE.match(found[0]):
+        if not _FICTIONAL.fullmatch(re.sub("[^0-9]", "", found[0])) and not _DATE.match(found[0]):
             before = text[max(0, found.start() - 30) : found.start()]
             if (_ASCII_NAME if before.isascii() else _NAME).search(before):
                 spans.append(found.span())

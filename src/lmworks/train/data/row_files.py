@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import date, time, timedelta
@@ -20,8 +20,16 @@ from uuid import UUID
 
 from lmworks.corpus.read import parquet
 from lmworks.corpus.read.json_rows import SUFFIXES, rows_of
-from lmworks.corpus.read.listing import LEADS_OUT, File, folder_of_glob, has_extension, lies_outside, working_directory_hint
-from lmworks.corpus.read.opening import COMPRESSED, open_binary
+from lmworks.corpus.read.listing import (
+    LEADS_OUT,
+    File,
+    folder_of_glob,
+    has_extension,
+    lies_outside,
+    unlisted_folders,
+    working_directory_hint,
+)
+from lmworks.corpus.read.opening import COMPRESSED, DamagedFile, open_binary
 from lmworks.corpus.read.part import damage_errors
 from lmworks.errors import UserError
 from lmworks.tokenizer.messages import DEEPEST, too_deep
@@ -30,7 +38,8 @@ _READ = ".jsonl, .json, .ndjson or .parquet, each also .gz, .zst, .bz2 or .xz"
 _LONGEST_ROW = 1 << 26  # bytes of a row of JSON
 _ROWS_AT_ONCE = 256
 SAVED_DATASETS = ("state.json", "dataset_dict.json")
-_REASONS = {"enormous": "too long", "bad_utf8": "bad UTF-8", "broken_json": "broken JSON"}
+TOO_LONG = "too long"  # the reason of the fault of a row that is longer
+_REASONS = {"enormous": TOO_LONG, "bad_utf8": "bad UTF-8", "broken_json": "broken JSON"}
 _SHOWN = 5
 
 
@@ -61,18 +70,23 @@ def read_files(where: str, given: str | None, split: str = "train") -> Iterator[
     listed = _list_files(where, path)
     for file in listed.outside:
         yield RawRow(str(file), fault=f"leads out: {LEADS_OUT}; to read its target, make that a set")
+    for folder in listed.unlisted:
+        yield RawRow(folder.path, fault=f"unlisted folder: {folder.changed}")
     for file in listed.files:
         yield from _parquet(file) if has_extension(file.name, parquet.SUFFIXES) else _json(file)
 
 
 def read_dataset(where: str, given: str | None, split: str) -> Iterator[RawRow]:
     """The rows of a Hugging Face dataset, on disk or streamed from the hub. Raises `UserError`, or `Unavailable` without a network."""
-    from lmworks.corpus.read.huggingface import open_dataset
+    from lmworks.corpus.read.huggingface import open_dataset, until_damage
 
     if not given:
         raise UserError(f"{where}: kind huggingface needs path, NAME[:CONFIG] or a directory")
-    for number, row in enumerate(open_dataset(given, split)):
-        yield RawRow(f"{given}/{split}:{number}", _plain(row))
+    try:
+        for number, row in until_damage(enumerate(open_dataset(given, split))):
+            yield RawRow(f"{given}/{split}:{number}", _plain(row))
+    except DamagedFile as error:
+        yield RawRow(f"{given}/{split}:", fault=f"damaged file: {error}")
 
 
 def files_of(where: str, path: Path) -> list[Path]:
@@ -95,12 +109,13 @@ def skipped_files(where: str, given: str | None) -> str:
 
 @dataclass(frozen=True)
 class _Listed:
-    """The files of a set, those that are not read because a link leads out of its folder (its author may point links anywhere), and those
-    whose names have another suffix."""
+    """The files of a set, those that are not read because a link leads out of its folder (its author may point links anywhere), those
+    whose names have another suffix, and the folders that cannot be listed."""
 
     files: list[Path]
     outside: list[Path]
     skipped: list[Path]
+    unlisted: Sequence[File] = ()
 
 
 def _list_files(where: str, path: Path) -> _Listed:
@@ -110,8 +125,13 @@ def _list_files(where: str, path: Path) -> _Listed:
             raise UserError(f"{where}.path: {path} is no such file; its name must end in {_READ}")
         return _Listed([path], [], [])
     folder = path
+    try:
+        unlisted = unlisted_folders(str(path))
+    except OSError as error:
+        raise UserError(f"{where}.path: cannot read {path}: {error.strerror or error}") from None
     if path.is_dir():
-        every = [file for file in path.rglob("*") if file.is_file() and not _hidden(file.relative_to(path))]
+        below = (Path(at, name) for at, _, names in os.walk(path) for name in names)
+        every = [file for file in below if file.is_file() and not _hidden(file.relative_to(path))]
     else:
         mark = re.search(r"[*?[]", str(path))
         folder = Path(folder_of_glob(str(path), mark.start() if mark else 0))
@@ -124,7 +144,7 @@ def _list_files(where: str, path: Path) -> _Listed:
     outside = {file for file in files if lies_outside(str(file), root)}
     found = {os.path.realpath(file) for file in files if not file.is_symlink()}
     files -= {file for file in files if file.is_symlink() and os.path.realpath(file) in found}  # the rows are read where they lie
-    return _Listed(sorted(files - outside), sorted(outside), sorted(set(every) - files))
+    return _Listed(sorted(files - outside), sorted(outside), sorted(set(every) - files), unlisted)
 
 
 def _hidden(path: Path) -> bool:
@@ -158,20 +178,28 @@ def _parquet(path: Path) -> Iterator[RawRow]:
                 for batch in table.iter_batches(batch_size=_ROWS_AT_ONCE):
                     for row in _rows_of_batch(batch):
                         number += 1
-                        fault = "bad UTF-8: a text of this row is not UTF-8" if row is None else None
-                        yield RawRow(f"{path}:{number}", _plain(row), fault)
+                        if isinstance(row, parquet.VALUE_ERRORS):
+                            yield RawRow(f"{path}:{number}", fault=_fault_of_value(row))
+                        else:
+                            yield RawRow(f"{path}:{number}", _plain(row))
     except damage_errors() + (UnicodeDecodeError,) as error:  # noqa: RUF005
         yield RawRow(f"{path}:{number + 1}", fault=f"damaged file: {error}; what follows in it is not read")
 
 
 def _rows_of_batch(batch: Any) -> list[Any]:
-    """The rows of a batch; None for one with a text that is not UTF-8."""
+    """The rows of a batch; the error for one with a value that Python cannot hold, as a text that is not UTF-8 or a year beyond 9999."""
     try:
         return list(batch.to_pylist())
-    except UnicodeDecodeError:
+    except parquet.VALUE_ERRORS as error:
         if batch.num_rows == 1:
-            return [None]
+            return [error]
         return [row for number in range(batch.num_rows) for row in _rows_of_batch(batch.slice(number, 1))]
+
+
+def _fault_of_value(error: Exception) -> str:
+    if isinstance(error, UnicodeDecodeError):
+        return "bad UTF-8: a text of this row is not UTF-8"
+    return f"bad value: a value of this row cannot be read ({error or type(error).__name__})"
 
 
 def _plain(value: Any) -> Any:
