@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ from lmworks.checkpoint import Checkpoints, list_checkpoints, load, newest_good,
 from lmworks.checkpoint import save as save_module
 from lmworks.checkpoint import tensor_files as tensor_files_module
 from lmworks.checkpoint.save import CheckpointWriter
+from lmworks.checkpoint.state import Staging
 from lmworks.errors import UserError
+from lmworks.host import machine
 from lmworks.recipe.schema.artifacts import Checkpoints as Options
 from lmworks.recipe.schema.units import Duration
 from patience import PATIENCE
@@ -279,3 +282,22 @@ def test_a_tensor_is_read_in_slices_that_fit(shape: tuple[int, ...], slices: lis
     """Of 32 bytes here, and of a row where that is more; also where there is nothing in it."""
     record = tensor_files_module.SavedTensor(torch.float32, shape, [])
     assert tensor_files_module.split_rows(record, 32) == slices
+
+
+@pytest.mark.parametrize(("size", "locks"), [(1000, True), (1001, False)])
+def test_the_ranks_of_a_machine_lock_at_most_half_of_its_memory(size: int, locks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The calls of CUDA are recorded: a processor locks no memory."""
+    calls: list[Any] = []
+    cudart = SimpleNamespace(
+        cudaHostRegister=lambda address, count, flags: calls.append(("lock", address, count)) or 0,
+        cudaHostUnregister=lambda address: calls.append(("free", address)),
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(machine, "ranks_here", lambda: (0, 2))
+    monkeypatch.setattr(machine, "memory", lambda: 4000)
+    staging = Staging()
+    staging._memory = torch.empty(size, dtype=torch.uint8)
+    address = staging._memory.data_ptr()
+    staging._lock()
+    staging.close()
+    assert calls == [("lock", address, size), ("free", address)] * locks and not staging._memory.numel()

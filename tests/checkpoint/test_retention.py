@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lmworks.checkpoint import Checkpoints, listing, manifest
 from lmworks.checkpoint.listing import Saved, keep
+from lmworks.checkpoint.publish import prune
 from lmworks.errors import UserError
 from lmworks.recipe.schema.artifacts import Checkpoints as Options
 from lmworks.recipe.schema.units import Duration
@@ -61,3 +64,67 @@ def test_pruning_as_one_goes_keeps_what_pruning_at_the_end_keeps(metrics, keep_l
         assert one.step in kept
         living = [other for other in living if other.step in kept]
     assert {one.step for one in living} == set(keep(rows, options, rows[-1].step))
+
+
+ALL, LAST = Options(keep_last=9), Options(keep_last=1, keep_best=False)
+
+
+def save(directory: Path, *steps: int) -> None:
+    with Checkpoints(directory, ALL, {}) as checkpoints:
+        for step in steps:
+            checkpoints.save(step, {"model": {"weight": torch.full((4,), float(step))}}, {}, wait=True)
+
+
+@pytest.fixture
+def busy(tmp_path, monkeypatch):
+    """Makes checkpoints of a run that saves another one and prunes the others as the newest of them is read by a function of manifests."""
+
+    def make(name: str) -> Path:
+        save(tmp_path, 1, 2, 3)
+        honest = getattr(manifest, name)
+
+        def late(path, *arguments, **options):
+            if path.name == "step-00000003" and path.exists():
+                monkeypatch.undo()
+                save(tmp_path, 4)
+                prune(tmp_path, LAST, 4)
+            return honest(path, *arguments, **options)
+
+        monkeypatch.setattr(manifest, name, late)
+        return tmp_path
+
+    return make
+
+
+def test_a_checkpoint_that_is_pruned_while_it_is_verified_is_not_damaged(busy):
+    folder = busy("problem")
+    assert [(row["step"], row["good"]) for row in listing.verify(folder)] == [(1, True), (2, True)]
+    assert [(row["step"], row["good"]) for row in listing.verify(folder)] == [(4, True)]
+
+
+def test_a_checkpoint_that_is_pruned_while_it_is_listed_has_no_problem(busy):
+    assert [(row["step"], row["problem"]) for row in listing.list_checkpoints(busy("entries"))] == [(1, None), (2, None)]
+
+
+def test_the_newest_good_checkpoint_is_looked_for_again_when_the_run_prunes(busy):
+    path, refused = listing.newest_good(busy("problem"))
+    assert path is not None and (path.name, refused) == ("step-00000004", [])
+
+
+def test_a_run_that_prunes_all_the_time_is_not_listed_for_ever(tmp_path, monkeypatch):
+    monkeypatch.setattr(listing, "directories", lambda directory: [tmp_path / "step-00000001"])
+    assert listing.newest_good(tmp_path) == (None, [])
+
+
+def test_a_damaged_checkpoint_is_still_refused(tmp_path, monkeypatch):
+    save(tmp_path, 1, 2)
+    (tmp_path / "step-00000002" / "manifest.json").unlink()
+    path, refused = listing.newest_good(tmp_path)
+    assert path == tmp_path / "step-00000001" and [one.name for one, _ in refused] == ["step-00000002"]
+    assert [row["good"] for row in listing.verify(tmp_path)] == [True, False]
+    assert [bool(row["problem"]) for row in listing.list_checkpoints(tmp_path)] == [False, True]
+    (tmp_path / "step-00000001" / "manifest.json").unlink()
+    listed, honest = [], listing.directories
+    monkeypatch.setattr(listing, "directories", lambda directory: listed.append(directory) or honest(directory))
+    path, refused = listing.newest_good(tmp_path)
+    assert path is None and len(refused) == 2 and len(listed) == 1

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,17 @@ def events(run: Tiny, name: str) -> list[dict]:
 def everything(folder: Path) -> dict[str, bytes]:
     files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != "lock"]
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def test_a_checkpoint_that_is_pruned_while_it_is_compared_is_named(lmworks: Lmworks, run: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(one: Path, other: Path) -> None:
+        shutil.rmtree(one)
+        raise FileNotFoundError(2, "No such file or directory", str(one))
+
+    monkeypatch.setattr("lmworks.checkpoint.rewrite.diff", late)
+    ended = lmworks("ckpt", "diff", run.run_dir, 4, 20)
+    said = "the run has removed step-00000004 meanwhile; compare others, or set checkpoints.keep_last to more"
+    assert ended.code == 2 and said in " ".join(ended.err.split())
 
 
 def test_diff_says_how_far_each_tensor_moved(lmworks: Lmworks, run: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:

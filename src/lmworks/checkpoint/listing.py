@@ -229,8 +229,9 @@ def saved(directory: Path) -> list[Saved]:
 
 def list_checkpoints(directory: Path) -> list[dict[str, Any]]:
     """One row per checkpoint, oldest first: path, step, tokens, phase, metric, permanent, time, bytes, files; `problem` where its
-    manifest or document cannot be read. Nothing is hashed: see `verify`."""
-    return [describe(path) for path in directories(directory)]
+    manifest or document cannot be read. Nothing is hashed: see `verify`. One that the run prunes meanwhile is left out."""
+    rows = [describe(path) for path in directories(directory)]
+    return [row for row in rows if row["problem"] is None or Path(row["path"]).exists()]
 
 
 def describe(path: Path) -> dict[str, Any]:
@@ -249,13 +250,15 @@ def describe(path: Path) -> dict[str, Any]:
 
 def verify(directory: Path) -> list[dict[str, Any]]:
     """One row per checkpoint, oldest first: path, step, good, problem (None if good). Reads and hashes every byte, and checks that
-    the slices of each tensor add up to it."""
+    the slices of each tensor add up to it. One that the run prunes meanwhile has no row."""
     found, rows = directories(directory), []
     if not found:
         return []
     with bar(f"verifying {directory.parent.name}/{directory.name}", sum(_bytes(path) for path in found)) as progress:
         for path in found:
             reason = manifest.problem(path, advance=progress.advance) or _incomplete(path)
+            if reason is not None and not path.exists():  # a checkpoint is renamed before its files are removed
+                continue
             rows.append({"path": str(path), "step": step_of(path), "good": reason is None, "problem": reason})
     return rows
 
@@ -277,12 +280,22 @@ def _incomplete(path: Path) -> str | None:
     return f"slices of {len(names)} tensors were never saved, the first is {names[0]}" if names else None
 
 
+_LISTINGS = 10  # of a directory in which a run saves and prunes
+
+
 def newest_good(directory: Path) -> tuple[Path | None, list[tuple[Path, str]]]:
-    """The newest checkpoint that verifies, and the newer ones that were refused, with the reason; nothing is renamed."""
+    """The newest checkpoint that verifies, and the newer ones that were refused, with the reason; nothing is renamed. Where the run prunes
+    one meanwhile, it has saved another, and the directory is listed again."""
     refused: list[tuple[Path, str]] = []
-    for path in reversed(directories(directory)):
-        reason = manifest.problem(path)
-        if reason is None:
-            return path, refused
-        refused.append((path, reason))
+    for _ in range(_LISTINGS):
+        refused.clear()
+        for path in reversed(directories(directory)):
+            reason = manifest.problem(path)
+            if reason is None:
+                return path, refused
+            if not path.exists():
+                break
+            refused.append((path, reason))
+        else:
+            break
     return None, refused

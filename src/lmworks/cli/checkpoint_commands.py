@@ -108,6 +108,8 @@ def diff(
     try:
         found = diff(*paths)
     except (OSError, ValueError, KeyError) as error:
+        if gone := [path.name for path in paths if not path.exists()]:
+            raise UserError(f"the run has removed {gone[0]} meanwhile; compare others, or set checkpoints.keep_last to more") from None
         raise UserError(f"a checkpoint cannot be read ({error}); lmworks ckpt verify {run} says what is wrong") from None
     if as_json:
         print_json(found)

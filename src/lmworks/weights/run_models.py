@@ -46,8 +46,6 @@ def _final(place: Path) -> Path:
     """The final checkpoint of a stage: the newest good one; after early stopping the best one, which the meta of the newest names."""
     while True:
         path, refused = listing.newest_good(place)
-        if path is None and any(not bad.exists() for bad, _ in refused):  # an active run has pruned them meanwhile
-            continue
         if path is None:
             reasons = "; ".join(f"{bad.name}: {reason}" for bad, reason in refused)
             raise UserError(f"{place} has no good checkpoint{' (' + reasons + ')' if reasons else ''}; train one with: lmworks run RECIPE")
