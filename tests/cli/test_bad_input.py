@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import re
@@ -60,7 +61,8 @@ def test_a_recipe_that_is_not_there(lmworks: Lmworks) -> None:
         (b"", r"source docs .*: has no documents; check its path, include and document_format"),
         (b'{"text": \n{"text"}\n', r"source docs .*: none of its 2 documents is usable \(broken_json 2\)"),
         (b'{"text": "caf\xe9"}\n', r"source docs .*: none of its 1 documents is usable \(bad_utf8 1\)"),
-        (b'{"body": "words"}\n', r"source docs .*: none of its 1 documents is usable .*text"),
+        (b'{"body": "words"}\n', r"source docs .*: none of its 1 documents is usable \(null_text 1\); set text_key to the column"),
+        (gzip.compress(b'{"text": "words"}\n'), r"\(damaged_file 1\); .*docs.jsonl: it is compressed with gzip: unpack it, or add .gz"),
     ],
 )
 def test_a_source_that_gives_nothing(lmworks: Lmworks, mine: Mine, tiny: Tiny, tmp_path: Path, content: bytes | None, said: str) -> None:
@@ -236,9 +238,7 @@ def test_no_message_and_no_traceback_holds_a_password(
 @pytest.mark.parametrize("command", ["show quickstart --json", "show quickstart", "show --help"])
 def test_a_reader_that_closes_the_pipe_is_told_nothing(command: str) -> None:
     """Whether Python, the console or the parser's help prints it: 1 would be a negative result, under pipefail a failed node."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "lmworks.cli.main", *command.split()], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
+    process = subprocess.Popen([sys.executable, "-m", "lmworks.cli.main", *command.split()], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None and process.stderr is not None
     process.stdout.close()
     assert process.stderr.read() == b"" and process.wait() == ExitCode.BROKEN_PIPE

@@ -18,6 +18,7 @@ from command import Lmworks
 
 from base_models import write_model, write_tokenizer
 from lmworks.corpus.read.listing import find_files
+from lmworks.init.survey import MOST_FOLDERS
 from lmworks.recipe.schema.corpus import Source
 from lmworks.train.data.row_files import read_files
 
@@ -377,6 +378,16 @@ def test_held_out_folders_below_many_folders(lmworks: Lmworks, many: int) -> Non
         assert sorted(paths) == sorted(f"files/{n}/a.jsonl" for n in range(many))
     else:
         assert paths == ["files"] and "move files/test/a.jsonl and the like elsewhere" in said
+
+
+def test_folders_of_held_out_rows_alone_do_not_count_as_many_folders(lmworks: Lmworks) -> None:
+    """Twelve folders are twelve sources, whatever lies beside them that nothing trains on."""
+    for n in range(MOST_FOLDERS):
+        rows(Path(f"files/{n}/a.jsonl"), CHAT["messages"], 5)
+    for n in range(3):
+        rows(Path(f"files/held{n}/test.jsonl"), CHAT["messages"], 5)
+    recipe, _ = init(lmworks, "files")
+    assert sorted(one["path"] for one in recipe["tune"]["data"]) == sorted(f"files/{n}" for n in range(MOST_FOLDERS))  # type: ignore[index]
 
 
 @pytest.mark.skipif(not REAL, reason="needs the real rows beside the checkout")

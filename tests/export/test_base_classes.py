@@ -55,7 +55,7 @@ def test_adapters_of_a_fused_base_are_written_for_it(base: Path, tmp_path: Path,
     read_peft(folder, again, model.config, PHI, lora, "abc")
     assert all(torch.equal(again[name], value) for name, value in state.items())
     with torch.no_grad():
-        assert close(peer(TOKENS).logits, merge(model)(TOKENS), model, TOKENS)
+        assert close(peer(TOKENS).logits, merge(model)(TOKENS), model, TOKENS, peer)
         assert relative(peer(TOKENS).logits, _load(base)(TOKENS).logits) > 0.1, "the adapter changes the answers"
 
 
@@ -71,7 +71,7 @@ def test_an_adapter_that_peft_made_for_a_fused_base_is_read(base: Path, tmp_path
     state = {name: value for name, value in model.state_dict().items() if is_adapter(name)}
     read_peft(tmp_path / "peft", state, model.config, PHI, lora, None)
     with torch.no_grad():
-        assert close(model(TOKENS), peer(TOKENS).logits, model, TOKENS)
+        assert close(model(TOKENS), peer(TOKENS).logits, model, TOKENS, peer)
 
 
 @pytest.mark.parametrize(

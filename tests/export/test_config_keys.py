@@ -129,7 +129,7 @@ def _compare(folder: Path, seed: int) -> bool | None:
             return None
         if not expected.isfinite().all():
             return None
-        assert close(read(tokens), expected, read, tokens), (folder / "config.json").read_text()
+        assert close(read(tokens), expected, read, tokens, peer), (folder / "config.json").read_text()
     return True
 
 

@@ -22,6 +22,7 @@ from lmworks.recipe.gguf_header import TYPES, read_header
 from lmworks.recipe.gguf_model import model_of
 from lmworks.recipe.schema.model import Model
 from lmworks.recipe.weights import find_weights
+from lmworks.weights.gguf import _expert, _read
 from lmworks.weights.huggingface import load_weights, read_model
 from lmworks.weights.open import open_model
 
@@ -128,8 +129,6 @@ def test_quantized_values_are_those_of_the_package(make_run: Callable[..., Any],
     values = _quantized(tmp_path / "model.gguf", tmp_path / "plain.gguf", number)
     # the file is of architecture llama now, and has norms that llama lacks: read the tensors alone
     header = read_header(tmp_path / "model.gguf")
-    from lmworks.weights.gguf import _read
-
     for name, expected in values.items():
         np.testing.assert_array_equal(_read(header.tensors[name]).numpy(), expected.reshape(header.tensors[name].shape))
         rows = len(expected) if expected.ndim > 1 else 0
@@ -145,6 +144,32 @@ def test_sizes_of_types_are_those_of_the_package() -> None:
         rows = np.random.default_rng(0).integers(0, 256, (2, size), dtype=np.uint8)
         with np.errstate(all="ignore"):
             assert gguf.quants.dequantize(rows, kind).shape == (2, block)  # and it can be read
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_rows_experts_and_vectors_of_each_type_are_those_of_the_package(tmp_path: Path, kind: int) -> None:
+    """Also of types that the package cannot write, such as IQ2_XXS: of random bytes, any of which is a block."""
+    stored, (name, block, size) = gguf.GGMLQuantizationType(kind), TYPES[kind]
+    of_row = 4 * max(1, 64 // block)
+    random, writer, expected = np.random.default_rng(kind), gguf.GGUFWriter(tmp_path / "model.gguf", "llama"), {}
+    for tensor, rows in (("vector", ()), ("matrix", (3,)), ("experts", (4, 3))):
+        data = random.integers(0, 256, (*rows, of_row * size), dtype=np.uint8)
+        given = data.view({"F32": np.float32, "F16": np.float16}.get(name, np.uint8))
+        writer.add_tensor(tensor, given, raw_dtype=stored)
+        with np.errstate(all="ignore"):
+            expected[tensor] = gguf.quants.dequantize(given, stored).astype(np.float32)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with np.errstate(all="ignore"):
+        for tensor, info in read_header(tmp_path / "model.gguf").tensors.items():
+            values, end = expected[tensor], len(expected[tensor])
+            assert info.shape == values.shape
+            for part in (slice(0, end), slice(1, end - 1), slice(end // 2, end), slice(2, 2)):
+                np.testing.assert_array_equal(_read(info, part.start, part.stop).numpy(), values[part])
+            if tensor == "experts":
+                np.testing.assert_array_equal(_expert(info, 2)[1:3].numpy(), values[2, 1:3])
 
 
 def test_a_part_of_a_layout_reads_its_rows_only(make_run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -273,18 +273,19 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 LEAST = 1e-5
 
 
-def bound(model: Transformer, tokens: torch.Tensor, peer: Any = None) -> float:
+def bound(model: Transformer, tokens: torch.Tensor, peer: Any) -> float:
     """The tolerance of logits: 1e-5, or four times what the model or its peer is off its own fp64 where that is more, as with steep random
     states, which the processor decides too; or two times the same with gradients, where attention on CPUs is computed otherwise."""
     with torch.no_grad():
         exact = for_inference(model, torch.float64, join=False)(tokens)
         off = relative(model(tokens).double(), exact)
-        if peer is not None and model.config.moe is None:  # the grouped products of transformers have no fp64
-            off = max(off, relative(peer(tokens).logits.double(), copy.deepcopy(peer).double()(tokens).logits))
+        exact_peer = copy.deepcopy(peer).double()
+        exact_peer.set_experts_implementation("eager")  # its grouped products have no fp64
+        off = max(off, relative(peer(input_ids=tokens).logits.double(), exact_peer(input_ids=tokens).logits))
     return max(LEAST, 4 * off, 2 * relative(model(tokens).detach().double(), exact))
 
 
-def close(found: torch.Tensor, expected: torch.Tensor, model: Transformer, tokens: torch.Tensor, peer: Any = None) -> bool:
+def close(found: torch.Tensor, expected: torch.Tensor, model: Transformer, tokens: torch.Tensor, peer: Any) -> bool:
     """Whether logits are within their tolerance, which is measured only where they are not within the least that it can be."""
     off = relative(found, expected)
     return off < LEAST or off < bound(model, tokens, peer)

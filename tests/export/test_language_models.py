@@ -50,7 +50,7 @@ def test_the_language_model_of_a_class_with_images_is_read(family: Family, tmp_p
     tokens = torch.randint(1, 96, (2, 24), generator=torch.Generator().manual_seed(1))
     read = read_model(tmp_path)
     with torch.no_grad():
-        assert close(read(tokens), peer(input_ids=tokens).logits, read, tokens)
+        assert close(read(tokens), peer(input_ids=tokens).logits, read, tokens, peer)
     assert map_weights(tmp_path, read.config).keys() >= {"model.embed_tokens.weight", "lm_head.weight"}
 
 

@@ -15,6 +15,7 @@ from command import Lmworks
 from base_models import write_model
 from lmworks.errors import UserError
 from lmworks.io.files import read_json, write_json
+from lmworks.recipe.derive import vocabulary
 from lmworks.recipe.scored_pieces import merges_of
 from lmworks.recipe.tokenizer_files import other_form
 from lmworks.recipe.weights import find_weights
@@ -239,12 +240,51 @@ def test_the_command_for_merges_works(tmp_path: Path) -> None:
     assert tokenizer.encode("the") == [257] and tokenizer.decode(tokenizer.encode("the th\u00e9")) == "the th\u00e9"
 
 
+RANKED = b"".join(base64.b64encode(bytes([byte])) + b" %d\n" % byte for byte in range(256))
+"""A file of tiktoken."""
+
+
 @pytest.mark.parametrize("name", ["tokenizer.model", "qwen.tiktoken", "tiktoken.model"])
 def test_a_file_of_tiktoken_is_no_whole_tokenizer(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_bytes(b"".join(base64.b64encode(bytes([byte])) + b" %d\n" % byte for byte in range(256)))
+    (tmp_path / name).write_bytes(RANKED)
     for opened in (load, convert):
         with pytest.raises(UserError, match=rf"only {name}, a file of tiktoken, .*; put the tokenizer\.json of this model there"):
             opened(tmp_path)
+
+
+@pytest.mark.parametrize("start", [b"", b"\n", b"\xef\xbb\xbf"])
+def test_a_recipe_and_the_command_that_name_a_file_of_tiktoken_say_what_it_is(tmp_path: Path, start: bytes) -> None:
+    (tmp_path / "cl100k_base.tiktoken").write_bytes(start + RANKED)
+    for path in (tmp_path, tmp_path / "cl100k_base.tiktoken"):
+        for named in (lambda path: vocabulary({"tokenizer": {"path": str(path)}}), convert):
+            with pytest.raises(UserError, match=r"only cl100k_base\.tiktoken, a file of tiktoken, .*; put the tokenizer\.json"):
+                named(path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(UserError, match=rf"cl100k_base\.tiktoken is no tokenizer\.json; name {tmp_path}/tokenizer\.json"):
+        vocabulary({"tokenizer": {"path": str(tmp_path / "cl100k_base.tiktoken")}})
+
+
+def test_a_recipe_that_names_another_form_gets_the_command_that_writes_tokenizer_json(tmp_path: Path) -> None:
+    model = _write(tmp_path)
+    (tmp_path / "old.tiktoken").write_bytes(RANKED)
+    for path in (tmp_path, model):
+        with pytest.raises(UserError, match=r"only tokenizer\.model; write it: lmworks tokenizer convert"):
+            vocabulary({"tokenizer": {"path": str(path)}})
+    (tmp_path / "mine.json").write_text("[]")
+    with pytest.raises(UserError, match=r"mine\.json is not a tokenizer\.json"):
+        vocabulary({"tokenizer": {"path": str(tmp_path / "mine.json")}})
+
+
+def test_a_tokenizer_that_may_not_be_read_is_named_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+
+    def refuse(path: Path, *_: Any, **__: Any) -> Any:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "open", refuse)  # root may read every file
+    monkeypatch.setattr(Path, "read_text", refuse)
+    with pytest.raises(UserError, match=r"tokenizer\.json is not a tokenizer\.json \(PermissionError: .*Permission denied"):
+        vocabulary({"tokenizer": {"path": str(tmp_path)}})
 
 
 def test_without_any_form_the_folder_is_that_of_a_run(tmp_path: Path) -> None:

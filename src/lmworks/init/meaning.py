@@ -23,7 +23,7 @@ from lmworks.corpus.read import parquet
 from lmworks.corpus.read.huggingface import open_dataset
 from lmworks.corpus.read.listing import File, has_extension
 from lmworks.corpus.read.opening import COMPRESSED
-from lmworks.corpus.read.part import damage_errors
+from lmworks.corpus.read.part import Item, damage_errors
 from lmworks.corpus.transform.filter_steps import identifier
 from lmworks.corpus.transform.rule_measures import STOP_WORDS
 from lmworks.corpus.transform.steps import make_step
@@ -35,7 +35,7 @@ from lmworks.text.letters import spaceless_language
 from lmworks.train.data.forms import convert_conversation, convert_prompt, detect
 from lmworks.train.data.preference_forms import convert_preference
 from lmworks.train.data.row_columns import NoRow, described_columns
-from lmworks.train.data.row_files import read_files
+from lmworks.train.data.row_files import TOO_LONG, read_files
 from lmworks.train.rewards import right_answer_of
 from lmworks.train.unit_tests import runnable_tests
 from lmworks.verify.marks import statements
@@ -44,6 +44,7 @@ Use = Literal["documents", "conversations", "preferences", "labels", "rewards"]
 ROWS_READ, FILES_READ, BYTES_READ = 20, 32, 1 << 19
 """Rows of a file, files of a folder, and bytes of text of a source that are read."""
 _ITEMS = 200  # documents of a file
+_SKIPPED = 1 << 28  # bytes of a file of lines up to which lines that are too long are read over
 _KEPT = 0.8  # share of the sampled text that the rules of a domain keep where the domain fits
 _TEXT = ("text", "content", "body", "document", "article", "raw_content", "markdown", "html", "abstract", "description")
 _DOMAINS: dict[str, tuple[str, ...]] = {
@@ -132,7 +133,7 @@ def _read(found: Found, files: list[File]) -> int:
         span = None if found.document_format is None else (0, min(file.size, BYTES_READ))
         before = sum(found.lengths)
         try:
-            items = list(islice(read.read(source, read.Part((file,), file.size, span), _LIMIT), _ITEMS))
+            items = list(_before_the_rest(islice(read.read(source, read.Part((file,), file.size, span), _LIMIT), _ITEMS), file, span))
             size += file.size if len(items) < _ITEMS and span is None else sum(item.consumed for item in items)
             for item in items:
                 if item.reason is not None:
@@ -149,6 +150,19 @@ def _read(found: Found, files: list[File]) -> int:
     if reasons:
         found.notes.append("in the sample: " + ", ".join(f"{count} {reason}" for reason, count in reasons.most_common()))
     return size
+
+
+def _before_the_rest(items: Iterator[Item], file: File, span: tuple[int, int] | None) -> Iterator[Item]:
+    """The items, without what follows a line that is too long in a large file: the reader would look for the end of this line first."""
+    for item in items:
+        yield item
+        if span is not None and item.reason == "enormous" and _is_long(file.path, file.size):
+            return
+
+
+def _is_long(path: str, size: int) -> bool:
+    """Whether the end of a line that is too long may be far."""
+    return size > _SKIPPED or path.lower().endswith(COMPRESSED)
 
 
 def _judge(found: Found) -> None:
@@ -215,7 +229,7 @@ def _rows(files: Files, survey: Survey) -> list[Found]:
     by_meaning: dict[tuple[Use, str], list[_Sampled]] = {}
     whole = files.count <= MOST_LISTED
     for path, size in files.sample[:FILES_READ]:
-        meanings = list(_sampled(path))
+        meanings = list(_sampled(path, size))
         counts = Counter((one.use, one.about) for one in meanings)
         (use, about), count = counts.most_common(1)[0] if counts else ((None, "it has no rows"), 0)
         if use is None:
@@ -293,25 +307,31 @@ def _count(path: str, size: int, raw: list[int]) -> float:
             return float(pq.read_metadata(path).num_rows)
     if len(raw) < ROWS_READ:
         return float(len(raw))
-    if os.path.isdir(path):
-        return float(len(open_dataset(path, "train")))
-    if size <= BYTES_READ * 4 and not path.lower().endswith(COMPRESSED):
-        return float(sum(1 for _ in read_files("init", path)))
+    with suppress(UserError, OSError):  # it may have changed meanwhile
+        if os.path.isdir(path):
+            return float(len(open_dataset(path, "train")))
+        if size <= BYTES_READ * 4 and not path.lower().endswith(COMPRESSED):
+            return float(sum(1 for _ in read_files("init", path)))
     known = [one for one in raw if one]
     return max(len(raw), (_COMPRESSION if path.lower().endswith(COMPRESSED) else 1) * size * len(known) / max(1, sum(known)))
 
 
-def _sampled(path: str) -> Iterator[_Meaning]:
+def _sampled(path: str, size: int) -> Iterator[_Meaning]:
+    """What the first rows of a file are: those before one that is too long in a large file, since its end may be far."""
     try:
         for row in islice(read_files("init", path), ROWS_READ):
             if row.fault is not None:
-                yield _Meaning(None, row.fault.partition(":")[0])
+                reason = row.fault.partition(":")[0]
+                yield _Meaning(None, reason)
+                if reason == TOO_LONG and _is_long(path, size):
+                    return
                 continue
             found = meaning(row.value)
             found.raw = len(json.dumps(row.value, ensure_ascii=False, default=str).encode("utf-8", "replace")) + 1
             yield found
     except (UserError, OSError) as error:
-        yield _Meaning(None, str(error).partition(":")[0])
+        reason = str(error)
+        yield _Meaning(None, "its files are missing, or are no files" if reason.startswith("init.path") else reason.partition(":")[0])
 
 
 def meaning(row: Any) -> _Meaning:

@@ -6,6 +6,7 @@ reader takes is counted by its ending, with the reason.
 
 from __future__ import annotations
 
+import errno
 import glob
 import os
 import random
@@ -151,11 +152,21 @@ class Survey:
         self.bytes += other.bytes
 
 
+_UNNAMED = "files and folders whose names are not UTF-8: rename them"
+
+
+def _is_utf8(name: str) -> bool:
+    """Whether a recipe, which is UTF-8, can hold this name."""
+    return name.isascii() or printable(name) == name
+
+
 def survey(folder: str) -> Survey:
-    """Look at a folder. Raises `UserError` if it cannot be listed."""
+    """Look at a folder. Raises `UserError` if it cannot be listed, or if a recipe cannot name it."""
     if not os.path.isdir(folder):
         what = "a URL" if "://" in folder else "a file" if os.path.exists(folder) else "not there"
         raise UserError(f"{mask(folder)} is {what}; init looks at a folder of this machine")
+    if not _is_utf8(folder):
+        raise UserError(f"the name of {printable(folder)} is not UTF-8, and a recipe is: rename the folder")
     try:
         os.scandir(folder).close()
     except OSError as error:
@@ -247,10 +258,14 @@ def _sort(
         elif entry.is_dir():
             if name in SKIPPED_DIRECTORIES:
                 found.leave_out("folders of tools", path)
+            elif not _is_utf8(name):
+                found.leave_out(_UNNAMED, path)
             else:
                 folders.append(path)
         elif not entry.is_file():
             found.leave_out("broken links, pipes, sockets and devices", path)
+        elif not os.access(path, os.R_OK):
+            found.leave_out(f"files that cannot be read ({os.strerror(errno.EACCES)})", path)
         else:
             size = entry.stat().st_size
             found.count += 1
@@ -291,6 +306,8 @@ def _kind(name: str, path: str, size: int, found: Survey) -> str | None:
         kind = _KINDS.get(os.path.splitext(plain.removesuffix(ending))[1])
     if not size:
         found.leave_out("empty files", path)
+    elif (kind is not None or ending == ".gguf") and not _is_utf8(name):
+        found.leave_out(_UNNAMED, path)
     elif ending == ".gguf":
         found.models.append(path)
     elif kind is None:
@@ -301,8 +318,6 @@ def _kind(name: str, path: str, size: int, found: Survey) -> str | None:
                 f" ({_HINTS[ending]})" if ending in _HINTS else ""
             )
         found.leave_out(reason, path)
-    elif not name.isascii() and printable(name) != name:
-        found.leave_out("files whose names are not UTF-8: rename them", path)
     else:
         return kind
     return None

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lmworks.errors import UserError
 from lmworks.io.files import write_json, write_text
-from lmworks.recipe.tokenizer_files import TEKKEN, other_form, to_convert
+from lmworks.recipe.tokenizer_files import TEKKEN, instead_of, to_convert
 from lmworks.tokenizer import from_sentencepiece, from_tekken
 from lmworks.tokenizer.tokenizer import Tokenizer
 from lmworks.ui import terminal
@@ -22,7 +22,7 @@ def convert(folder: Path) -> Path:
         raise UserError(f"{path} exists already; move it away to write it again")
     source = to_convert(folder)
     if source is None:
-        raise UserError(other_form(folder) or f"{folder} has no tokenizer.model, spiece.model or tekken.json; name the folder of a model")
+        raise UserError(instead_of(folder) or f"{folder} has no tokenizer.model, spiece.model or tekken.json; name the folder of a model")
     spec, named = (from_tekken if source.name == TEKKEN else from_sentencepiece).spec_of(source)
     if not (folder / "tokenizer_config.json").exists():  # with this class transformers takes tokenizer.json as it stands
         write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"} | named)

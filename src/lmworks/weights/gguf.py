@@ -23,7 +23,7 @@ from lmworks.model import Transformer
 from lmworks.model.rope import frequencies
 from lmworks.recipe.families.family import Form, Gguf, NoClass
 from lmworks.recipe.families.registry import family_of
-from lmworks.recipe.gguf_header import TensorInfo, read_header
+from lmworks.recipe.gguf_header import TYPES, TensorInfo, read_header
 from lmworks.recipe.schema.model import Model
 from lmworks.weights.names import (
     Packing,
@@ -378,17 +378,26 @@ def _expert(info: TensorInfo, number: int) -> GgufSlice:
 
 
 def _read(info: TensorInfo, begin: int = 0, end: int | None = None) -> Tensor:
-    """Rows of a tensor in fp32, all by default."""
-    gguf = gguf_package()
-    count = (info.shape[0] if end is None else end) - begin
+    """Rows of a tensor, or values of a vector, in fp32, all by default."""
+    end = info.shape[0] if end is None else end
+    if len(info.shape) == 1:  # whose blocks are of several values
+        _, block, size = TYPES[info.type]
+        first, last = begin // block, -(-end // block)
+        return _dequantize(info, first * size, last * size, (last - first) * size).reshape(-1)[begin - first * block : end - first * block]
     row = info.nbytes // info.shape[0]
-    raw = np.fromfile(info.file, dtype=np.uint8, count=count * row, offset=info.offset + begin * row)
-    if raw.size != count * row:
+    return _dequantize(info, begin * row, end * row, _line(info)).reshape(end - begin, *info.shape[1:])
+
+
+def _dequantize(info: TensorInfo, begin: int, end: int, line: int) -> Tensor:
+    """The values in a range of bytes of a tensor, whose innermost rows have `line` bytes."""
+    gguf = gguf_package()
+    if begin == end:
+        return torch.empty(0)
+    raw = np.fromfile(info.file, dtype=np.uint8, count=end - begin, offset=info.offset + begin)
+    if raw.size != end - begin:
         raise UserError(f"{info.file} is cut short: tensor {info.name} ends behind its end; get it again from its origin")
-    # one row of bytes for each row of values of a matrix, and a single one for a vector
-    values = gguf.quants.dequantize(raw.reshape(1 if len(info.shape) == 1 else -1, row * count if len(info.shape) == 1 else _line(info)),
-                                    gguf.GGMLQuantizationType(info.type))
-    return torch.from_numpy(np.array(values, dtype=np.float32)).reshape(count, *info.shape[1:])
+    values = gguf.quants.dequantize(raw.reshape(-1, line), gguf.GGMLQuantizationType(info.type))
+    return torch.from_numpy(np.array(values, dtype=np.float32))
 
 
 def _line(info: TensorInfo) -> int:

@@ -165,4 +165,7 @@ MUTANTS = [
     ("tokenizer.tokenizer_json:is_byte", "return text in BYTE_OF and", "return False and",
      "A control token that is a byte of every text is text.",
      "tokenizer/test_tokenizer_special_text.py::test_a_control_token_that_every_text_needs_is_text"),
+    ("tokenizer.convert:convert", "raise UserError(instead_of(folder) or", "raise UserError(",
+     "The command says what a file of tiktoken is.",
+     "tokenizer/test_tokenizer_other_forms.py::test_a_recipe_and_the_command_that_name_a_file_of_tiktoken_say_what_it_is"),
 ]  # fmt: skip

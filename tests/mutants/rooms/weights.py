@@ -103,4 +103,10 @@ MUTANTS = [
      "weights/test_int32_weights.py::test_an_early_folder_of_autoawq_or_autogptq_says_its_form_in_a_file_of_its_own"),
     ("weights.quantized:_Dequantized._packed", "for bits in sorted(self._bits):", "for bits in sorted(self._bits)[:1]:",
      "Groups of layers may have different bits.", "weights/test_quantized_weights.py::test_groups_of_layers_may_have_different_forms"),
+    ("weights.gguf:_read", "if len(info.shape) == 1:", "if False:", "A vector of a quantized type is read.",
+     "export/test_gguf_reading.py::test_rows_experts_and_vectors_of_each_type_are_those_of_the_package"),
+    ("weights.gguf:_read", "begin - first * block : end", "begin : end", "A part of a vector begins where it was asked to begin.",
+     "export/test_gguf_reading.py::test_rows_experts_and_vectors_of_each_type_are_those_of_the_package"),
+    ("weights.gguf:_expert", "number * height + begin,", "height + begin,", "An expert has its own rows, quantized or not.",
+     "export/test_gguf_reading.py::test_rows_experts_and_vectors_of_each_type_are_those_of_the_package"),
 ]  # fmt: skip
