@@ -10,6 +10,8 @@ import socket
 import sqlite3
 import subprocess
 import sys
+import threading
+import time
 import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,9 +20,10 @@ from typing import Any
 import pytest
 
 from lmworks.errors import UserError
-from lmworks.metrics import MetricLog
+from lmworks.metrics import MetricLog, trackers
 from lmworks.metrics import log as sinks
-from lmworks.metrics.log import read
+from lmworks.metrics.log import InBackground, read
+from lmworks.metrics.names import ELAPSED
 from lmworks.metrics.trackers import mlflow_name
 from lmworks.recipe.schema.artifacts import Metrics
 from lmworks.ui.terminal import Interrupted
@@ -108,6 +111,59 @@ def test_a_sink_that_fails_does_not_end_training(
     assert " ".join(capsys.readouterr().err.split()) == said
 
 
+class Hanging:
+    """A sink whose server does not answer until `answers` is set."""
+
+    def __init__(self) -> None:
+        self.answers, self.told = threading.Event(), list[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: (self.answers.wait(30), self.told.append(name))
+
+
+def test_a_sink_that_hangs_holds_up_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """MLflow held a step for minutes when its server was gone, and W&B the end of a run for as long as the network was."""
+    monkeypatch.setattr(sinks, "_MOST_WAITING", 4)
+    monkeypatch.setattr(sinks, "_LONGEST_END", 0.1)
+    slow, full = Hanging(), Hanging()
+    opened = [InBackground("slow", lambda: slow), InBackground("full", lambda: full)]
+    monkeypatch.setattr(sinks, "open_sinks", lambda *_: [*opened])
+    begun = time.monotonic()
+    with MetricLog(tmp_path, Metrics()) as log:
+        for step in range(3):
+            log.write(step, {"train/loss": 3.0})
+        slow.answers.set()
+        for step in range(3, 9):
+            while not opened[0]._calls.empty() and time.monotonic() - begun < 10:
+                time.sleep(0.001)
+            log.write(step, {"train/loss": 3.0})
+        slow.answers.clear()
+    assert time.monotonic() - begun < 10 and [line["step"] for line in read(tmp_path)] == [*range(9)]
+    assert " ".join(capsys.readouterr().err.split()).split(" until the run is started again: ") == [
+        "full gets no more metrics", "it does not answer, and 4 steps wait for it slow gets no more metrics",
+        "it did not take the last metrics within 0 s",
+    ]  # fmt: skip
+    slow.answers.set()
+    full.answers.set()
+
+
+def test_a_sink_that_cannot_be_opened_does_not_end_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """W&B without an API key ended training with a traceback."""
+    last = SimpleNamespace(write=lambda *_: None, flush=lambda: None, close=lambda: 1 / 0)
+    opened = [InBackground("W&B", lambda: 1 / 0), InBackground("MLflow", lambda: last)]  # type: ignore[arg-type,return-value]
+    monkeypatch.setattr(sinks, "open_sinks", lambda *_: [*opened])
+    with MetricLog(tmp_path, Metrics()) as log:
+        log.write(1, {"train/loss": 3.0})
+    assert [line["step"] for line in read(tmp_path)] == [1]
+    said = " ".join(capsys.readouterr().err.split())
+    assert said.count("gets no more metrics until the run is started again: ZeroDivisionError") == 2
+    assert said.startswith("W&B") and "MLflow" in said
+
+
 def test_tensorboard_has_each_step_once_after_a_resume(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -146,6 +202,11 @@ def offline_values(run_dir: Path) -> list[tuple[int, dict[str, float]]]:
     return found
 
 
+def sent(line: dict[str, Any]) -> dict[str, float]:
+    """What sinks are given of a line of metrics.jsonl."""
+    return {name: value for name, value in line.items() if "/" in name and name != ELAPSED}
+
+
 @pytest.mark.slow  # wandb and what it pulls in are installed for it alone
 def test_weights_and_biases_goes_on_in_the_same_run(tiny_copy, monkeypatch):
     """Stopped by Ctrl-C and resumed: one run, with each step of metrics.jsonl once, and its values."""
@@ -160,11 +221,28 @@ def test_weights_and_biases_goes_on_in_the_same_run(tiny_copy, monkeypatch):
     first, begun = offline_values(tiny_copy.run_dir), (tiny_copy.run_dir / "wandb_id").read_text()
     tiny_copy.pretrain(*options)
     assert (tiny_copy.run_dir / "wandb_id").read_text() == begun
-    both, lines = offline_values(tiny_copy.run_dir), read(tiny_copy.run_dir)
+    both, lines, begun_at = offline_values(tiny_copy.run_dir), read(tiny_copy.run_dir), time.monotonic()
+    while len(both) < len(lines) and time.monotonic() - begun_at < 20:  # W&B ends its file a moment after it has finished
+        time.sleep(0.1)
+        both = offline_values(tiny_copy.run_dir)
     assert 0 < len(first) < len(both) == len(lines) and both[: len(first)] == first
-    kept = [(line["step"], {name: value for name, value in line.items() if "/" in name}) for line in lines]
+    kept = [(line["step"], sent(line)) for line in lines]
     assert [step for step, _ in both] == [step for step, _ in kept] == list(range(1, STEPS + 1))
     assert both == kept
+
+
+@pytest.mark.slow
+def test_weights_and_biases_without_a_key_asks_nobody_and_training_goes_on(tiny_copy, tmp_path, monkeypatch, capfd):
+    wandb = pytest.importorskip("wandb", reason="wandb is not installed (extra: wandb)")
+    wandb.teardown()  # its settings are those of the first run of a process
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it asks"))
+    tiny_copy.pretrain("metrics.wandb_project=lmworks-test")
+    said = "W&B gets no more metrics until the run is started again: there is no API key: run wandb login, or set WANDB_MODE=offline"
+    assert said in " ".join(capfd.readouterr().err.split())
+    assert len(read(tiny_copy.run_dir)) == STEPS
 
 
 def in_trackio(folder: Path) -> list[tuple[int, dict[str, float]]]:
@@ -210,7 +288,7 @@ def test_a_local_store_goes_on_in_the_same_run(tiny_copy, monkeypatch, capfd, ke
             tiny_copy.pretrain(*options)
     assert len(values(tiny_copy.run_dir / folder) if folder == "trackio" else read(tiny_copy.run_dir)) > 9
     tiny_copy.pretrain(*options)
-    kept = [(line["step"], {name: value for name, value in line.items() if "/" in name}) for line in read(tiny_copy.run_dir)]
+    kept = [(line["step"], sent(line)) for line in read(tiny_copy.run_dir)]
     assert [step for step, _ in kept] == list(range(1, STEPS + 1))
     found = values(tiny_copy.run_dir / folder)
     assert [step for step, _ in found] == [step for step, _ in kept]
@@ -263,14 +341,28 @@ def test_trackers_are_told_every_line_and_the_end(tmp_path: Path, monkeypatch: p
         with contextlib.closing(sqlite3.connect(database)) as connection:
             return [step for (step,) in connection.execute("SELECT step FROM metrics WHERE run_name = ? ORDER BY step", (name,))]
 
+    with MetricLog(tmp_path, Metrics(trackio_project="p"), resume_step=4):
+        pass
+    assert steps(tmp_path.name) == [0, 1, 2, 3], "steps that are run again replace the old ones"
     with MetricLog(tmp_path, Metrics(trackio_project="p"), resume_step=4) as log:
-        assert steps(tmp_path.name) == [0, 1, 2, 3], "steps that are run again replace the old ones"
         log.rewind(2)
-        assert steps(tmp_path.name) == [0, 1] and steps("other") == [*range(6)]
+    assert steps(tmp_path.name) == [0, 1] and steps("other") == [*range(6)]
     assert trackio.lines[0][1][1]["resume"] == "allow" and tmp_path / "trackio" == storage.TRACKIO_DIR  # type: ignore[attr-defined]
     assert [one[1][0] for one in client.lines if one[0] == "log_batch"] == [("id-1", [("train/loss", 3.0, step)]) for step in (1, 3)]
     assert [name for name, _ in client.lines].count("create_run") == 1 and [name for name, _ in client.lines].count("set_terminated") == 2
     assert opened == [(tmp_path / "mlflow").as_uri()] * 2
+    with MetricLog(tmp_path, Metrics(mlflow_experiment="e"), resume_step=4) as log:
+        log.write(5, {**{f"layers/{layer}/grad_norm": 1.0 for layer in range(1500)}, "validation/c++/loss": 2.0})
+    batches = [one[1][0][1] for one in client.lines if one[0] == "log_batch"][2:]
+    assert [len(batch) for batch in batches] == [1000, 501], "MLflow takes no more at a time"
+    assert batches[1][-1] == ("validation/c_2b__2b_.loss", 2.0, 5), "MLflow refuses + in a name"
+
+
+def test_trackio_prints_its_warnings_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    for text in ("* Created new run: run", "* Trackio warning: no connection"):
+        trackers._print_warning(text)
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err == "* Trackio warning: no connection\n"
 
 
 def test_heartbeats_are_read_no_more_often_than_ranks_write_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import re
 import socket
 import threading
@@ -37,15 +38,18 @@ class Sink(Protocol):
 
 def open_sinks(run_dir: Path, options: Metrics, resume_step: int, heartbeats: Path | None = None) -> list[Sink]:
     """The sinks that the recipe asks for; `UserError` names the extra that one of them needs. `heartbeats`: their folder."""
+    for setting, (module, extra) in _PACKAGES.items():
+        if getattr(options, setting):
+            import_package(module, f"metrics.{setting}", extra)
     sinks: list[Sink] = []
     if options.tensorboard:
         sinks.append(TensorBoard(run_dir, resume_step))
     if options.wandb_project:
-        sinks.append(WeightsAndBiases(run_dir, options.wandb_project))
+        sinks.append(InBackground("W&B", partial(WeightsAndBiases, run_dir, options.wandb_project)))
     if options.trackio_project:
-        sinks.append(Trackio(run_dir, options.trackio_project, resume_step))
+        sinks.append(InBackground("Trackio", partial(Trackio, run_dir, options.trackio_project, resume_step)))
     if options.mlflow_experiment:
-        sinks.append(MLflow(run_dir, options.mlflow_experiment))
+        sinks.append(InBackground("MLflow", partial(MLflow, run_dir, options.mlflow_experiment)))
     if options.prometheus_port:
         sinks.append(Prometheus(options.prometheus_port, run_dir, heartbeats))
     return sinks
@@ -80,6 +84,60 @@ def _taken(port: int, error: OSError) -> UserError:
     return UserError(f"metrics.prometheus_port: cannot listen on port {port} ({error.strerror}); choose another")
 
 
+_MOST_WAITING = 10_000
+_LONGEST_END = 60.0
+
+
+class InBackground:
+    """A sink that may wait for a server: a thread of its own opens it and makes the calls, in their order, so that training never waits.
+
+    What the thread has raised is raised by the next call, and so is an `OSError` when too many calls wait for a sink that hangs. `close`
+    waits for what is left, but no longer than a minute.
+    """
+
+    def __init__(self, name: str, open_sink: Callable[[], Sink]) -> None:
+        self.name, self._open_sink = name, open_sink
+        self._calls = queue.Queue[Callable[[Sink], None] | None](_MOST_WAITING)
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name=f"metrics to {name}", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            sink = self._open_sink()
+            while (call := self._calls.get()) is not None:
+                call(sink)
+            sink.close()
+        except Exception as error:
+            self._error = error
+
+    def _add(self, call: Callable[[Sink], None] | None) -> None:
+        if self._error is not None:
+            raise self._error
+        try:
+            self._calls.put_nowait(call)
+        except queue.Full:
+            raise OSError(f"it does not answer, and {_MOST_WAITING:,} steps wait for it") from None
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        kept = dict(values)
+        self._add(lambda sink: sink.write(step, kept))
+
+    def rewind(self, step: int) -> None:
+        self._add(lambda sink: sink.rewind(step))
+
+    def flush(self) -> None:
+        self._add(lambda sink: sink.flush())
+
+    def close(self) -> None:
+        self._add(None)
+        self._thread.join(_LONGEST_END)
+        if self._thread.is_alive():
+            raise OSError(f"it did not take the last metrics within {_LONGEST_END:.0f} s")
+        if self._error is not None:
+            raise self._error
+
+
 class TensorBoard:
     """Event files in `run_dir/tensorboard`; steps that are run again replace the old ones."""
 
@@ -107,7 +165,10 @@ class WeightsAndBiases:
     """One W&B run per run directory; its id is kept in `run_dir/wandb_id`, so that a resumed run continues it."""
 
     def __init__(self, run_dir: Path, project: str) -> None:
+        os.environ.setdefault("WANDB_FINISH_TIMEOUT", f"{_LONGEST_END:.0f}")  # otherwise it waits for a network without end
         wandb = import_package("wandb", "metrics.wandb_project", "wandb")
+        if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False):  # at a terminal it would ask, and wait for the answer
+            raise OSError("there is no API key: run wandb login, or set WANDB_MODE=offline")
         path = run_dir / "wandb_id"
         known = path.read_text(encoding="utf-8").strip() if path.exists() else None
         self._run: Any = wandb.init(project=project, name=run_dir.name, dir=str(run_dir), id=known, resume="allow")
@@ -278,7 +339,8 @@ class MetricLog(jsonl.ClosesAtEnd):
             except Exception as error:
                 self._sinks.remove(sink)
                 why = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-                text = f"{type(sink).__name__} gets no more metrics until the run is started again: {why}"
+                name = sink.name if isinstance(sink, InBackground) else type(sink).__name__
+                text = f"{name} gets no more metrics until the run is started again: {why}"
                 console.print(text, style="yellow", markup=False)
 
     def close(self) -> None:

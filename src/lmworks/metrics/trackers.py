@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import os
+import re
 import sqlite3
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 
 from lmworks.errors import UserError
 from lmworks.io.files import write_text
+from lmworks.ui.terminal import console
 
 
 def import_package(module: str, setting: str, extra: str) -> ModuleType:
@@ -27,6 +28,12 @@ def import_package(module: str, setting: str, extra: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError:
         raise UserError(f"{setting} needs a package that is not installed: pip install 'lmworks[{extra}]'") from None
+
+
+def _print_warning(*texts: object, **_: Any) -> None:
+    """The `print` of Trackio, whose lines would stand among the output of the command: only its warnings are shown, on stderr."""
+    if "warning" in (text := " ".join(map(str, texts))):
+        console.print(text, style="yellow", markup=False)
 
 
 _TRACKIO = ("trackio", "trackio.utils", "trackio.sqlite_storage")  # modules that keep the folder as it was when they were imported
@@ -40,6 +47,8 @@ class Trackio:
         folder = run_dir.absolute() / "trackio"
         self._local = not any(os.environ.get(name) for name in ("TRACKIO_DIR", "TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"))
         trackio = import_package("trackio", "metrics.trackio_project", "trackio")
+        for name in [name for name in sys.modules if name.partition(".")[0] == "trackio"]:
+            vars(sys.modules[name])["print"] = _print_warning
         if self._local:
             folder.mkdir(parents=True, exist_ok=True)
             for name in _TRACKIO:
@@ -50,12 +59,7 @@ class Trackio:
             trackio.init, project=project, name=run_dir.name, resume="allow", embed=False, auto_log_gpu=False, auto_log_cpu=False
         )
         self._drop_from(resume_step)
-        self._run = self._quietly(self._open)
-
-    def _quietly(self, call: Callable[[], Any]) -> Any:
-        """Call Trackio without what it prints, which would stand among the output of the command."""
-        with contextlib.redirect_stdout(io.StringIO()):
-            return call()
+        self._run = self._open()
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
@@ -65,7 +69,7 @@ class Trackio:
         if self._local:
             self.close()
             self._drop_from(step)
-            self._run = self._quietly(self._open)
+            self._run = self._open()
 
     def _drop_from(self, step: int) -> None:
         path = Path(self._storage.SQLiteStorage.get_project_db_path(self._project))
@@ -77,17 +81,18 @@ class Trackio:
         """Trackio writes on its own, twice a second."""
 
     def close(self) -> None:
-        try:
-            self._quietly(self._finish)
-        except RuntimeError:  # the current run of a module belongs to the thread that has opened it
-            self._quietly(self._run.finish)
+        self._finish()
+
+
+_NOT_IN_MLFLOW = re.compile(r"[^\w./ -]")
+_MLFLOW_BATCH = 1000  # metrics that MLflow takes at a time
 
 
 def mlflow_name(name: str) -> str:
     """The name of a metric in MLflow: `validation/docs/loss` becomes `validation/docs.loss`. Its store makes a folder of each part before
-    a slash, and a metric may not have the name of such a folder."""
+    a slash, and a metric may not have the name of such a folder. Characters that it refuses are their code: `c++` is `c_2b__2b_`."""
     group, slash, rest = name.partition("/")
-    return group + slash + rest.replace("/", ".")
+    return _NOT_IN_MLFLOW.sub(lambda found: f"_{ord(found[0]):x}_", group + slash + rest.replace("/", "."))
 
 
 class MLflow:
@@ -96,6 +101,7 @@ class MLflow:
     later one last."""
 
     def __init__(self, run_dir: Path, experiment: str) -> None:
+        os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # among the output of the command
         uri = os.environ.get("MLFLOW_TRACKING_URI")
         if uri is None:
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # a database would need the packages of a server
@@ -131,8 +137,10 @@ class MLflow:
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         now = int(time.time() * 1000)
+        metrics = [self._metric(mlflow_name(name), float(value), now, step) for name, value in values.items()]
         with self._explained():
-            self._client.log_batch(self._id, [self._metric(mlflow_name(name), float(value), now, step) for name, value in values.items()])
+            for first in range(0, len(metrics), _MLFLOW_BATCH):
+                self._client.log_batch(self._id, metrics[first : first + _MLFLOW_BATCH])
 
     def rewind(self, step: int) -> None:
         """MLflow keeps all values of a step."""
