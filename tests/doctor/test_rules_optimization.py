@@ -12,6 +12,7 @@ from judged import Metrics, judge, named
 from lmworks.recipe.load import load_recipe_text
 from lmworks.watch.diagnosis import diagnose
 from lmworks.watch.evidence import Evidence
+from lmworks.watch.rule import Finding
 from lmworks.watch.run_files import open_run
 from written_run import RECIPE
 
@@ -224,6 +225,24 @@ def test_a_look_alike_is_not(case: str, every: int, tmp_path: Path) -> None:
     change, overrides = SILENT[case]
     found = judge(tmp_path, change, overrides=overrides, every=every)
     assert [code for code in named(found) if not code.endswith("?")] == []
+
+
+FAST = ["optimizer.update_scale=spectral", "optimizer.learning_rate=0.1"]
+
+
+def test_the_usual_decay_is_too_strong_at_a_high_rate_in_a_long_run(tmp_path: Path) -> None:
+    """0.1 forgets after 100 steps there: a tenth of 1,000, and a fiftieth of 5,000, where a seventh would be best."""
+    code, forgets = "weight-decay-too-strong", times(0.5, "optim/weight_norm")
+
+    def found(name: str, overrides: list[str], planned: int = 5000) -> list[Finding]:
+        judged = judge(tmp_path / name, forgets, steps=planned // 2 + 50, every=50, planned=planned, overrides=overrides, only=code)
+        return [*judged.problems, *judged.unsure]
+
+    (problem,) = found("long", FAST)
+    assert ("at least 0.04508", 0.02) in [(one.healthy, pytest.approx(one.value)) for one in problem.evidence]
+    assert [(one.key, one.value) for one in problem.changes] == [("optimizer.weight_decay", "0.015")]
+    assert not found("of the law", [*FAST, "optimizer.weight_decay=0.015"])
+    assert not found("shorter", FAST, 1000)
 
 
 def test_a_rate_that_is_too_low_is_told_from_eps_and_from_a_short_run(tmp_path: Path) -> None:

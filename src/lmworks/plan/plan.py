@@ -14,13 +14,14 @@ from lmworks.plan.counts import Counts, count_by_component, flops_per_token
 from lmworks.plan.layout import MARGIN, DoesNotFit, Placement, choose, describe, devices
 from lmworks.plan.memory import GIB, kv_cache_bytes, kv_cache_shrink
 from lmworks.plan.stages import StageData, assumptions, lora_of, recipe_until, stages_as_phases
+from lmworks.recipe import scaling_laws
 from lmworks.recipe.phases import in_force, positions, warnings
 from lmworks.recipe.schema.layout import Cluster, Layout, world_size
 from lmworks.recipe.schema.model import Model
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.timeline import fewest_steps
 from lmworks.recipe.weights import start_context
-from lmworks.ui.amounts import DAY, days
+from lmworks.ui.amounts import DAY, compact, days
 
 _LONG = 365 * DAY
 # 6 N D of 37B active parameters and 14.8T tokens in 2.664M hours of H800 with 989 TFLOPS (DeepSeek-V3, arXiv:2412.19437, table 1): 34.6%,
@@ -233,6 +234,30 @@ def _other_engines(recipe: Recipe) -> Iterator[str]:
         )
 
 
+def _outside_laws(recipe: Recipe) -> Iterator[str]:
+    """A rate that the Step Law gives for a run unlike those that it was fitted to, and a weight decay that forgets too soon."""
+    phases, options = recipe.train.phases, recipe.optimizer
+    if recipe.start_from is not None or not phases or not recipe.trains_base or not options.learning_rate:
+        return
+    hidden, tokens = max(1, scaling_laws.outside_embeddings(recipe.model)), sum(int(phase.tokens) for phase in phases)
+    rate, decay, steps = options.learning_rate, options.weight_decay, sum(phase_steps(phase)[0] for phase in phases)
+    law = scaling_laws.peak_learning_rate(hidden, tokens)
+    if rate == law and law not in scaling_laws.RATE_BOUNDS and not scaling_laws.is_fitted(hidden, tokens):
+        sizes, budgets = (" to ".join(map(compact, of)) for of in (scaling_laws.FITTED_PARAMETERS, scaling_laws.FITTED_TOKENS))
+        yield (
+            f"optimizer.learning_rate {rate:g} is that of the Step Law (arXiv:2503.04715), whose runs had {sizes} parameters outside the "
+            f"embeddings and {budgets} tokens, and this one has {compact(hidden)} and {compact(tokens)}; compare rates in short runs first "
+            "(lmworks ablate, kind: learning-rate)"
+        )
+    best = scaling_laws.optimal_timescale(tokens / hidden) * steps
+    if rate * decay * best > scaling_laws.STRONG_DECAY:
+        yield (
+            f"optimizer.weight_decay {decay:g} at a learning rate of {rate:g} forgets what was learned after 1 / (rate x decay) = "
+            f"{1 / (rate * decay):,.0f} of {steps:,} steps, and {best:,.0f} are best at {compact(tokens / hidden)} tokens per parameter "
+            f"(arXiv:2505.13738); set it to {1 / (rate * best):.1g}"
+        )
+
+
 def _trained(recipe: Recipe, data: Mapping[str, StageData], stages: Collection[str] | None) -> tuple[Recipe, Disk]:
     """The recipe with what is trained as its phases, and what it writes: no phases and no checkpoints if it ends before its training."""
     found = stages_as_phases(recipe, data)
@@ -330,6 +355,7 @@ def make_plan(
         unwise=(
             *warnings(whole, start_context(whole)),
             *_other_engines(recipe),
+            *_outside_laws(whole),
             *assumptions(recipe, data, measured is not None),
             *stage_data.data_warnings(whole, data),
         ),

@@ -24,6 +24,7 @@ from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.train import Phase
 from lmworks.recipe.schema.tune import Tune
 from lmworks.recipe.schema.units import Seconds, Tokens
+from lmworks.recipe.tokenizer_files import instead_of
 
 Reasons = dict[Keys, str]
 _SHAPE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
@@ -138,10 +139,14 @@ def _tokens(value: Any) -> int | None:
 
 
 def vocabulary(tree: dict[str, Any]) -> tuple[int, str]:
-    """Size of the vocabulary of a raw tree, and how it is known: counted in an existing tokenizer, or as asked."""
+    """Size of the vocabulary of a raw tree, and how it is known: counted in an existing tokenizer, or as asked. Raises `UserError` for a
+    tokenizer in another form."""
     tokenizer = tree.get("tokenizer") or {}
     if tokenizer.get("path"):
-        path = tokenizer_file(Path(os.path.expanduser(str(tokenizer["path"]))))
+        given = Path(os.path.expanduser(str(tokenizer["path"])))
+        path = tokenizer_file(given)
+        if not os.path.isfile(path) and (said := instead_of(given)):
+            raise UserError(f"tokenizer.path: {said}")
         if os.path.isfile(path):
             entries, wanted = count_entries(path) + len(tokenizer.get("add_tokens") or ()), tokenizer.get("vocab_size", 0)
             if not isinstance(wanted, int) or wanted <= entries:
@@ -164,7 +169,8 @@ def count_entries(path: Path) -> int:
         ids = [*ordinary, *(token["id"] for token in content.get("added_tokens", []))]
         return int(max(ids)) + 1
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise UserError(f"tokenizer.path: {path} is not a tokenizer.json ({type(error).__name__}: {error})") from None
+        said = instead_of(path) or f"{path} is not a tokenizer.json ({type(error).__name__}: {error})"
+        raise UserError(f"tokenizer.path: {said}") from None
 
 
 def derive_missing(
@@ -196,8 +202,7 @@ def derive_missing(
         put(tree, _CONTEXT, None)  # the weights state less than they are trained on here
     derive(_CONTEXT, f"{context} tokens", why)
     model = Model.model_validate(tree["model"])
-    total = count_parameters(model)
-    hidden = total - (1 if model.tie_word_embeddings else 2) * (model.vocab_size or 0) * (model.hidden_size or 0)
+    hidden = scaling_laws.outside_embeddings(model)
     tokens = sum(phase.tokens for phase in recipe.train.phases) or scaling_laws.TOKENS_PER_PARAMETER * count_active_parameters(model)
     rate, law = scaling_laws.rate_from_random(hidden, tokens) if recipe.start_from is None else scaling_laws.rate_from_pretrained(hidden)
     muon = recipe.optimizer.kind == "muon"

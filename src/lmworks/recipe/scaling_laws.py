@@ -6,6 +6,9 @@
 - Batch: 0.58 D^0.571 tokens, and peak rate: 1.79 N^-0.713 D^0.307, with N parameters outside the embeddings and
   D tokens of training (Li et al., "Step Law", arXiv:2503.04715; AdamW, dense and mixture of experts).
   Muon with update_scale rms moves weights as far as AdamW does (arXiv:2502.16982), so it takes the same rate.
+- Weight decay: updates are forgotten after 1 / (rate x decay) steps, and the best share of all steps for that is 1.084 (D/N)^-0.527
+  (Bergsma et al., "Power Lines", arXiv:2505.13738). With the rate and batch above, that is a decay of 0.09 to 0.11 at 20 tokens per
+  parameter for 100M to 100B parameters, and of 0.04 at 2,000: the default of 0.1. Another rate or batch needs another decay.
 - Rate of pretrained weights (`start_from`): what they were trained with is rarely known, but the law at 20 tokens per parameter is near it:
   it gives 4.3e-4 for 8B parameters and 1.8e-4 for 70B, where Llama 3 had 3e-4 and 1.5e-4 (arXiv:2407.21783). The rate of further training
   is a fraction of that, and does not depend on the new budget.
@@ -29,7 +32,12 @@ TOKENS_PER_PARAMETER = 20
 NOMINAL_SPEED = 1e11  # FLOP/s of a machine that nobody has measured
 SPECTRAL_RATE = 0.02
 LARGEST_SIZE = 10 * 10**12
-_RATE_BOUNDS = (1e-5, 1e-2)
+RATE_BOUNDS = (1e-5, 1e-2)
+FITTED_PARAMETERS, FITTED_TOKENS = (6e7, 1e9), (2e9, 1e11)  # N and D of the runs of the Step Law
+STRONG_DECAY = 3.0
+"""Weight decay over that of the law above which it is too strong. Published models have 0.4 to 2.5 times that of the law (Llama 2,
+OLMo 2, GPT-3; DeepSeek-V3 and GLM-4.5 with all of their parameters as N). Three times the usual decay cost the quickstart 0.002 bits per
+byte, ten times 0.04 (LOG.md)."""
 
 
 def parse_size(text: str) -> int:
@@ -48,10 +56,25 @@ def optimal_size(seconds: float, speed: float) -> int:
     return int(float(f"{max(1.0, (seconds * speed / (6 * TOKENS_PER_PARAMETER)) ** 0.5):.2g}"))
 
 
+def outside_embeddings(model: Model) -> int:
+    """N of the laws: all parameters but those of the embedding and the head."""
+    return count_parameters(model) - (1 if model.tie_word_embeddings else 2) * (model.vocab_size or 0) * (model.hidden_size or 0)
+
+
 def peak_learning_rate(parameters: int, tokens: int) -> float:
     """Peak rate for AdamW-sized updates: 1.79 N^-0.713 D^0.307, kept within 1e-5 and 1e-2, three digits."""
-    low, high = _RATE_BOUNDS
+    low, high = RATE_BOUNDS
     return float(f"{min(max(1.79 * parameters**-0.713 * tokens**0.307, low), high):.3g}")
+
+
+def optimal_timescale(tokens_per_parameter: float) -> float:
+    """The best time constant of decoupled weight decay, 1 / (peak rate x decay) steps, as a share of all steps."""
+    return float(1.084 * tokens_per_parameter**-0.527)
+
+
+def is_fitted(hidden: int, tokens: int) -> bool:
+    """Whether the Step Law was fitted to such runs."""
+    return FITTED_PARAMETERS[0] <= hidden <= FITTED_PARAMETERS[1] and FITTED_TOKENS[0] <= tokens <= FITTED_TOKENS[1]
 
 
 def batch_tokens(tokens: int, sequence_length: int) -> int:

@@ -217,4 +217,10 @@ MUTANTS = [
      "api/test_steps.py::test_steps_that_are_not_finite_change_nothing_and_say_so"),
     ("watch.policy:Policy.observe", '        self.fault = ""\n', "", "The fault of a step is not that of the step before.",
      "api/test_steps.py::test_steps_that_are_not_finite_change_nothing_and_say_so"),
+    ("watch.rules.weight_decay_too_strong:_check", "if not decay > _DECAY and not horizon / steps < low:", "if not decay > _DECAY:",
+     "The usual decay at a high rate in a long run is named.",
+     "doctor/test_rules_optimization.py::test_the_usual_decay_is_too_strong_at_a_high_rate_in_a_long_run"),
+    ("watch.rules.weight_decay_too_strong:_check", "min(0.1, 1 / (peak * steps * best))", "0.1",
+     "The decay that is advised follows from rate, steps and tokens.",
+     "doctor/test_rules_optimization.py::test_the_usual_decay_is_too_strong_at_a_high_rate_in_a_long_run"),
 ]  # fmt: skip
