@@ -117,7 +117,12 @@ class Nanochat:
         self.folder, self.packages, self.out = folder.resolve(), packages.resolve(), out.resolve()
 
     def environment(self, base: Path) -> dict[str, str]:
-        return {"NANOCHAT_BASE_DIR": str(base), "NANOCHAT_DTYPE": "bfloat16", "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled",
+        import torch
+
+        from lmworks.host.devices import dtype_for
+
+        kind = str(dtype_for("auto", torch.device("cpu"))).removeprefix("torch.")  # as lmworks: fp32 where a processor has no bf16 products
+        return {"NANOCHAT_BASE_DIR": str(base), "NANOCHAT_DTYPE": kind, "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled",
                 "PYTHONPATH": os.pathsep.join((str(self.folder), str(self.packages)))}  # fmt: skip
 
     def base(self, run: Path, job: Job) -> Path:

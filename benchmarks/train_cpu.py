@@ -2,26 +2,34 @@
 
     python benchmarks/train_cpu.py [--shape moe|dense|both] [--steps 6]
 
-Peers: Glm4Moe (experts by grouped_mm, its best setting on CPU, and SDPA) and Qwen3, bf16 autocast, fused AdamW, gradient clipping; once
-eager and once under torch.compile; on a processor without bf16 products also in fp32, which is faster there. lmworks: the precision that
-`auto` takes, Muon as in the quickstart (AdamW beside it), compiled layers. All arms see the same random tokens without document
-boundaries, forward, backward, clip and update; times are medians over steps, arms take turns round by round, and ratios are of
-medians. The peak is the fastest matrix product measured in the same process.
+Peers (`train_cpu_peer.py`): Glm4Moe (experts by grouped_mm, its best setting on CPU, and SDPA) and Qwen3, fused AdamW, gradient
+clipping; once eager and once under torch.compile; in bf16 autocast, or in fp32 on a processor without bf16 products, where that is 2.5
+times as fast or more. lmworks: the precision that `auto` takes, Muon as in the quickstart (AdamW beside it), compiled layers. All arms see
+the same random tokens without document boundaries, forward, backward, clip and update.
+
+Each arm is a process of its own, as its users have it: lmworks sets how memory is freed and how threads wait, and a peer's user does not.
+The last arm is the compiled peer with those settings, which says how much of the difference is theirs. Arms take turns step by step, so
+that all of them meet the same noise; times are medians, and ratios are of medians. The peak is the fastest matrix product measured in
+this process.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from pathlib import Path
 
 import lmworks  # noqa: F401  # isort: skip  (before torch: it sets how OpenMP waits)
 import numpy as np
 import torch
 
 from lmworks.host.devices import dtype_for, has_bf16
+from lmworks.host.machine import keep_freed_memory
 from lmworks.metrics.system import measure_peak
 from lmworks.model import Transformer
 from lmworks.model.init import initialize
@@ -49,59 +57,76 @@ SHAPES = {
 }  # fmt: skip
 
 
-def ours(config: Model, batch: Batch, kind: str) -> Callable[[], None]:
-    """One step of lmworks."""
+OWN_SETTINGS = ("OMP_WAIT_POLICY", "PYTORCH_ALLOC_CONF", "THP_MEM_ALLOC_ENABLE")
+GLIBC_KEEPS = {"MALLOC_MMAP_THRESHOLD_": str((1 << 31) - 1), "MALLOC_TRIM_THRESHOLD_": str((1 << 31) - 1)}  # `keep_freed_memory`
+
+
+def serve_ours(config: Model, kind: str) -> None:
+    """Answer each line of standard input with the seconds of a step of lmworks, as `train_cpu_peer.py` does with its own."""
+    keep_freed_memory()  # as the trainer does
     model = initialize(Transformer(config), 1)
     model.compute_dtype, model.logit_chunk_size = dtype_for("auto", torch.device("cpu")), 256  # as in the quickstart
     model.train()
     model.compile(dynamic=False)
     optimizer = build_optimizer(model, Optimizer(kind=kind, learning_rate=1e-3, adam_learning_rate=1e-3))  # type: ignore[arg-type]
-    return lambda: void(
-        train_step(
-            ParallelModel([model]), optimizer, batch, micro_batch_size=ROWS, lr_factor=1.0, max_grad_norm=1.0, bias_update_rate=0.001
+    tokens = np.random.default_rng(1).integers(0, config.vocab_size, (ROWS, LENGTH + 1), dtype=np.int32)
+    batch = Batch(tokens[:, :-1].copy(), tokens[:, 1:].copy(), np.arange(0, ROWS * LENGTH + 1, LENGTH, dtype=np.int32), 0, 0)
+    parallel = ParallelModel([model])
+    for _ in sys.stdin:
+        began = time.perf_counter()
+        train_step(parallel, optimizer, batch, micro_batch_size=ROWS, lr_factor=1.0, max_grad_norm=1.0, bias_update_rate=0.001)
+        print(time.perf_counter() - began, flush=True)
+
+
+class Arm:
+    """A process that does one step when it is asked."""
+
+    def __init__(self, command: list[str], environment: dict[str, str], first_line: str = "") -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8", env=environment
         )
-    )
+        assert self.process.stdin is not None
+        self.process.stdin.write(first_line)
+
+    def step(self) -> float:
+        """Its seconds."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write("step\n")
+        self.process.stdin.flush()
+        return float(self.process.stdout.readline())
 
 
-def theirs(config: Model, batch: Batch, compiled: bool, autocast: bool) -> Callable[[], None]:
-    """One step of the peer, written as its users write it."""
-    import transformers
-
-    kind = getattr(transformers, class_for(config))
-    options = kind.config_class(**to_config(config, config.rope, {"eos_token_id": 0, "pad_token_id": 0}))
-    if config.moe is not None:
-        options._experts_implementation = "grouped_mm"
-    model = kind(options).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
-    tokens = torch.from_numpy(batch.tokens).long()
-    forward = torch.compile(model) if compiled else model
-
-    def step() -> None:
-        optimizer.zero_grad(set_to_none=True)
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-            loss = forward(input_ids=tokens, labels=tokens, use_cache=False).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-
-    return step
+def arms_of(shape: str, with_compiled_peer: bool) -> dict[str, Arm]:
+    config, here = SHAPES[shape], Path(__file__)
+    plain = {name: value for name, value in os.environ.items() if name not in OWN_SETTINGS}
+    arms = {
+        f"lmworks ({name})": Arm([str(here), "--shape", shape, "--arm", kind], dict(os.environ))
+        for name, kind in (("Muon", "muon"), ("AdamW", "adamw"))
+    }
+    peer = class_for(config)
+    autocast = has_bf16(torch.device("cpu"))
+    about = {
+        "kind": peer, "config": to_config(config, config.rope, {"eos_token_id": 0, "pad_token_id": 0}), "autocast": autocast, "rows": ROWS,
+        "length": LENGTH, "vocabulary": config.vocab_size, "experts": config.moe is not None, "seed": 1,
+    }  # fmt: skip
+    peers = [("eager", False, plain)]
+    if with_compiled_peer:
+        peers += [("compiled", True, plain), ("compiled, with lmworks' settings", True, dict(os.environ) | GLIBC_KEEPS)]
+    for how, compiled, environment in peers:
+        name = f"{peer.removesuffix('ForCausalLM')} {how}, {'bf16 autocast' if autocast else 'fp32'}"
+        arms[name] = Arm([str(here.with_name("train_cpu_peer.py"))], environment, json.dumps(about | {"compiled": compiled}) + "\n")
+    return arms
 
 
-def void(_: object) -> None:
-    """Drop a result."""
-
-
-def measure(arms: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
+def measure(arms: dict[str, Arm], rounds: int) -> dict[str, list[float]]:
     """Seconds of each arm's steps; two steps of warm-up, then rounds in turn."""
-    for step in arms.values():
-        step()
-        step()
+    for arm in arms.values():
+        arm.step()
+        arm.step()
     seconds: dict[str, list[float]] = {name: [] for name in arms}
     for _ in range(rounds):
-        for name, step in arms.items():
-            began = time.perf_counter()
-            step()
-            seconds[name].append(time.perf_counter() - began)
+        for name, arm in arms.items():
+            seconds[name].append(arm.step())
     return seconds
 
 
@@ -111,24 +136,24 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--no-compiled-peer", action="store_true", help="leave the compiled peer out: it takes minutes to compile")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--arm", choices=("muon", "adamw"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    tokens = np.random.default_rng(1).integers(0, 4096, (ROWS, LENGTH + 1), dtype=np.int32)
-    batch = Batch(tokens[:, :-1].copy(), tokens[:, 1:].copy(), np.arange(0, ROWS * LENGTH + 1, LENGTH, dtype=np.int32), 0, 0)
+    if arguments.arm:
+        serve_ours(SHAPES[arguments.shape], arguments.arm)
+        return
     peak = measure_peak(3.0)
     for shape in SHAPES if arguments.shape == "both" else [arguments.shape]:
         config = SHAPES[shape]
-        peer = class_for(config).removesuffix("ForCausalLM")
-        arms = {f"lmworks ({name})": ours(config, batch, kind) for name, kind in (("Muon", "muon"), ("AdamW", "adamw"))}
-        for precision in ("bf16 autocast",) if has_bf16(torch.device("cpu")) else ("bf16 autocast", "fp32"):
-            for how in ("eager",) if arguments.no_compiled_peer else ("eager", "compiled"):
-                arms[f"{peer} {how}, {precision}"] = theirs(config, batch, how == "compiled", precision != "fp32")
+        arms = arms_of(shape, not arguments.no_compiled_peer)
         seconds = measure(arms, arguments.steps)
+        for arm in arms.values():
+            arm.process.kill()
         medians = {name: statistics.median(times) for name, times in seconds.items()}
-        operations = flops_per_token(config, LENGTH).total * batch.tokens.size
+        operations = flops_per_token(config, LENGTH).total * ROWS * LENGTH
         rows = {
             name: {
-                "tokens_per_second": batch.tokens.size / time_,
-                "fastest_tokens_per_second": batch.tokens.size / min(seconds[name]),
+                "tokens_per_second": ROWS * LENGTH / time_,
+                "fastest_tokens_per_second": ROWS * LENGTH / min(seconds[name]),
                 "share_of_peak": operations / time_ / peak,
                 "lmworks_is_faster_by": time_ / medians["lmworks (Muon)"],
                 "with_adamw_by": time_ / medians["lmworks (AdamW)"],

@@ -12,7 +12,8 @@ from lmworks.model import layers
 from lmworks.model.layers import RMSNorm
 from lmworks.model.loss import IGNORE, head_loss, head_loss_plain
 from lmworks.model.loss import chunk_loss as loss_of_chunk
-from lmworks.model.moe import Experts, MoE, combine, dispatch, grouped_mm
+from lmworks.model.moe import Experts, MoE, clamped_swiglu, combine, dispatch, experts_joined, grouped_mm, swiglu
+from lmworks.model.moe import Form as ExpertsForm
 from lmworks.model.router import Routing
 from lmworks.recipe.schema.model import Moe
 
@@ -95,12 +96,20 @@ def test_grouped_products_equal_one_product_for_each_expert(counts: tuple[int, .
         torch.testing.assert_close(ours, plain, rtol=tolerance, atol=tolerance * float(plain.abs().max()))
 
 
+def mixtral(gate_up: torch.Tensor, down: torch.Tensor, dtype: torch.dtype) -> MixtralExperts:
+    """The experts of transformers with these weights (E, 2 F, D) and (E, D, F)."""
+    count, size, width = down.shape
+    config = MixtralConfig(hidden_size=size, intermediate_size=width, num_local_experts=count, num_experts_per_tok=2)
+    config._experts_implementation = "eager"
+    experts = MixtralExperts(config)
+    experts.gate_up_proj.data, experts.down_proj.data = gate_up.to(dtype), down.to(dtype)
+    return experts
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_experts_in_16_bits_are_as_exact_as_those_of_transformers(dtype: torch.dtype) -> None:
     """Output and gradients beside Mixtral's in fp32: no farther from them than Mixtral's own in this type (1.00 to 1.06 times measured, for
     sums in another order). One expert has no rows, one few, the others more than a span of any number."""
-    config = MixtralConfig(hidden_size=32, intermediate_size=48, num_local_experts=5, num_experts_per_tok=2)
-    config._experts_implementation = "eager"
     chosen_NK = torch.multinomial(torch.tensor([9.0, 0.0, 4.0, 0.4, 2.0]).expand(300, 5), 2, generator=torch.Generator().manual_seed(3))
     counts = chosen_NK.flatten().bincount(minlength=5)
     assert counts[1] == 0 and 0 < counts[3] < 64 and all(counts[expert] > 64 and counts[expert] % 64 for expert in (0, 2, 4))
@@ -108,8 +117,7 @@ def test_experts_in_16_bits_are_as_exact_as_those_of_transformers(dtype: torch.d
     x, grad = random(300, 32, seed=7), random(300, 32, seed=8)
 
     def theirs(dtype: torch.dtype) -> list[torch.Tensor]:
-        experts, inputs = MixtralExperts(config), x.to(dtype).requires_grad_()
-        experts.gate_up_proj.data, experts.down_proj.data = gate_up.to(dtype), down.to(dtype)
+        experts, inputs = mixtral(gate_up, down, dtype), x.to(dtype).requires_grad_()
         out = experts(inputs, chosen_NK, weights_NK.to(dtype))
         out.backward(grad.to(dtype))
         return [out, inputs.grad, experts.gate_up_proj.grad, experts.down_proj.grad]  # type: ignore[list-item]
@@ -124,6 +132,37 @@ def test_experts_in_16_bits_are_as_exact_as_those_of_transformers(dtype: torch.d
     for own, peer, exact in zip(found, theirs(dtype), theirs(torch.float32), strict=True):
         assert own is not None and own.dtype == dtype
         assert (own.float() - exact).norm() < 1.25 * (peer.float() - exact).norm() < 0.1 * exact.norm()
+
+
+@pytest.mark.parametrize(("rows", "all_together"), [(2, False), (3, True), (20, True), (21, False)])
+def test_the_rows_of_a_decode_step_go_through_all_experts_of_a_small_model(
+    rows: int, all_together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """In bf16, with one to eight rows per expert, beside Mixtral's in fp32; what nobody chose has no influence, whatever it is."""
+    chosen_NK = torch.multinomial(torch.tensor([9.0, 0.0, 4.0, 3.0, 2.0]).expand(rows, 5), 2, generator=torch.Generator().manual_seed(3))
+    counts, weights_NK = chosen_NK.flatten().bincount(minlength=5), random(rows, 2, seed=4).softmax(-1)
+    x, gate_up, down = random(rows, 32, seed=7), random(5, 96, 32, seed=5), random(5, 32, 48, seed=6)
+
+    def theirs(dtype: torch.dtype) -> torch.Tensor:
+        out: torch.Tensor = mixtral(gate_up, down, dtype)(x.to(dtype), chosen_NK, weights_NK.to(dtype))
+        return out.float()
+
+    def ours(dtype: torch.dtype, form: ExpertsForm = ExpertsForm()) -> tuple[torch.Tensor, bool]:
+        joined, out = gate_up.to(dtype), down.to(dtype)
+        joined[1] = out[1] = float("nan")
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            found = experts_joined(x.to(dtype), Routing(chosen_NK, weights_NK, counts), joined, out, form)
+        return found.float(), any(event.name == "aten::bmm" for event in profile.events())
+
+    with torch.no_grad():
+        (found, together), exact, peer = ours(torch.bfloat16), theirs(torch.float32), theirs(torch.bfloat16)
+        assert together == all_together and not ours(torch.float32)[1]
+        assert not ours(torch.bfloat16, ExpertsForm(lambda gate, up: clamped_swiglu(gate, up, 1.7, 7.0)))[1]
+        biases = [random(5, size, seed=8).bfloat16() for size in (48, 48, 32)]
+        assert not ours(torch.bfloat16, ExpertsForm(swiglu, *biases))[1]
+        monkeypatch.setattr("lmworks.model.moe._MOST_BYTES", gate_up.nbytes // 2 - 1)  # as if the model were large
+        assert not ours(torch.bfloat16)[1]
+    assert (found - exact).norm() < 1.25 * (peer - exact).norm() < 0.1 * exact.norm()
 
 
 def test_products_of_experts_have_few_shapes() -> None:

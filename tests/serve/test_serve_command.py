@@ -155,12 +155,12 @@ def test_no_memory_is_taken_for_weights_that_are_not_there(run_dir: Path, tmp_pa
 
 def test_a_checkpoint_that_is_pruned_meanwhile_is_passed_over(run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that goes on prunes old checkpoints and makes new ones while somebody opens its model."""
-    from lmworks.checkpoint import listing
+    from lmworks.checkpoint import listing, manifest
     from lmworks.weights import run_models as loading
 
     run = tmp_path / "run"
     shutil.copytree(run_dir, run, ignore=shutil.ignore_patterns("tune"))
-    place, found = run / "checkpoints", listing.newest_good
+    place, problem = run / "checkpoints", manifest.problem
     load, looks, loads = loading.load_trained, [], []
 
     def prune() -> None:
@@ -168,13 +168,11 @@ def test_a_checkpoint_that_is_pruned_meanwhile_is_passed_over(run_dir: Path, tmp
         shutil.copytree(old, place / listing.name_of(listing.step_of(old) + 1))
         shutil.rmtree(old)
 
-    def look(directory: Path) -> object:
-        looks.append(directory)
+    def look(path: Path) -> str | None:
+        looks.append(path)
         if len(looks) == 1:  # gone while it is hashed
-            (old,) = listing.directories(place)
             prune()
-            return None, [(old, "manifest.json is missing")]
-        return found(directory)
+        return problem(path)
 
     def fill(path: Path, *rest: object, **options: object) -> object:
         loads.append(path)
@@ -182,7 +180,7 @@ def test_a_checkpoint_that_is_pruned_meanwhile_is_passed_over(run_dir: Path, tmp
             prune()
         return load(path, *rest, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(listing, "newest_good", look)
+    monkeypatch.setattr(manifest, "problem", look)
     monkeypatch.setattr(loading, "load_trained", fill)
     load_engine(run).close()
     assert [path.name for path in loads] == [listing.name_of(step) for step in (2, 3)]

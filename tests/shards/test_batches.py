@@ -121,6 +121,13 @@ def test_a_rank_without_sequences_gets_none(recipe: Recipe, copied_shards: Path,
             assert nothing.tokens_by_source == (0,) * len(batches.sources) and nothing.labels.dtype == whole.labels.dtype
 
 
+def test_the_documents_of_a_batch_cover_its_tokens() -> None:
+    tokens = np.zeros((2, 8), np.int32)
+    Batch(tokens, tokens, np.array([0, 8, 16], np.int32), 0, 0)
+    with pytest.raises(AssertionError, match="documents end at 8, the tokens at 16"):
+        Batch(tokens, tokens, np.array([0, 8], np.int32), 0, 0)
+
+
 def test_longer_rows_are_the_same_rows_and_a_document_without_labels(built: Batches) -> None:
     whole = built.batch(0)
     rows, length = whole.tokens.shape

@@ -158,3 +158,11 @@ def test_what_is_added_to_a_source_is_read_before_anything_is_read_again(taken: 
     order.extend(first + 6 + 20, 17)
     assert set(order.locate(first + 6 + np.arange(16, 20))[1]) == {read + 1}
     assert set(order.locate(first + 6 + 20 + 1 + np.arange(17))[1]) == {read + 2}, "once, and a quarter of it again"
+
+
+def test_a_source_that_had_no_part_is_read_for_the_first_time() -> None:
+    order = EpochOrder(1, "long", "web", 0)
+    order.extend(0, 16)
+    found, epoch = order.locate(np.arange(32))
+    assert sorted(found[:16]) == sorted(found[16:]) == [*range(16)]
+    assert epoch.tolist() == [0] * 16 + [1] * 16

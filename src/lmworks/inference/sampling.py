@@ -211,9 +211,9 @@ def choose(logits_BV: Tensor, draws: Sequence[Draw]) -> list[Token]:
     device = logits_BV.device
     beyond_BV = _beyond(logits_BV, draws)
     allowed_BV = _without(_restricted(adjust(logits_BV, [draw.history for draw in draws]), draws), beyond_BV)
-    groups: dict[tuple[float, int, float, float], list[int]] = {}
+    groups: dict[tuple[float, int, float, float] | None, list[int]] = {}  # None: greedy
     for row, draw in enumerate(draws):
-        groups.setdefault((0.0, 0, 1.0, 0.0) if draw.options.greedy else draw.options.distribution, []).append(row)
+        groups.setdefault(None if draw.options.greedy else draw.options.distribution, []).append(row)
     picked, drawn = [], []
     for rows in groups.values():
         part = allowed_BV if len(groups) == 1 else allowed_BV.index_select(0, to_device(rows, torch.long, device))

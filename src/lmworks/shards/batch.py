@@ -1,7 +1,4 @@
-"""The special values in the arrays of a batch.
-
-The arrays that a step trains on.
-"""
+"""The arrays that a step trains on, and the special values in them."""
 
 from __future__ import annotations
 
@@ -55,6 +52,9 @@ class Batch:
     sequence_bytes: np.ndarray | None = None
     weights: np.ndarray | None = None
     sources: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        assert self.cu_seqlens[-1] == self.tokens.size, f"documents end at {self.cu_seqlens[-1]}, the tokens at {self.tokens.size}"
 
     def rows(self, start: int, stop: int) -> Batch:
         """Rows [start, stop) as a batch: the share of a rank, or a micro-batch."""
