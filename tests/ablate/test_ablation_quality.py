@@ -13,7 +13,7 @@ import torch
 from scipy import stats
 
 from lmworks.ablate import conclusions
-from lmworks.ablate.conclusions import fit_parabola, from_norms, measure_noise_scale
+from lmworks.ablate.conclusions import _optimum_text, fit_parabola, from_norms, measure_noise_scale
 from lmworks.ablate.contrast import Noise
 from lmworks.ablate.quality import _around_lines, kendall, quality, spearman
 from lmworks.ablate.verdict import is_above
@@ -141,6 +141,19 @@ def test_the_wavering_is_that_of_the_last_points_and_two_seeds_have_noise() -> N
     assert two.signal_to_noise is not None and two.signal_to_noise > 1
 
 
+@pytest.mark.parametrize("sd", [1e-12, 1e-9, 1e-6])
+def test_an_optimum_of_arms_with_hardly_any_noise_has_an_interval(sd: float) -> None:
+    """Its width is that of its noise: sd / (2 a) times what the design makes of it, whatever the place of the optimum."""
+    rates = np.array([0.0025, 0.005, 0.01, 0.02, 0.04])
+    widths = []
+    for best in np.linspace(0.008, 0.0125, 19):
+        found = fit_parabola(rates, 2 + 0.1 * np.log2(rates / best) ** 2, Noise(sd, 8), 3)
+        assert found.low is not None and found.high is not None and found.low <= best * (1 + 1e-12) and best * (1 - 1e-12) <= found.high
+        widths.append(np.log2(found.high / found.low) / sd)
+    if sd > 1e-10:  # below, the rounding of the values is part of the noise
+        assert max(widths) < 2 * min(widths) and 2 < min(widths) < 20
+
+
 def test_an_optimum_at_the_edge_and_one_in_the_noise() -> None:
     rates = np.array([0.001, 0.002, 0.004])
     assert fit_parabola(rates, np.array([3.0, 2.0, 1.0]), Noise(0.01, 8), 3).at_edge
@@ -222,3 +235,12 @@ def test_noise_around_lines_leaves_out_what_a_line_explains() -> None:
     curves = np.array([[3 - 2 * steps + residuals, 7 + 5 * steps - residuals]])
     assert _around_lines(curves) == pytest.approx(math.sqrt(8 / (2 * 2)))
     assert _around_lines(curves - np.array([[residuals, -residuals]])) == pytest.approx(0, abs=1e-9)
+
+
+def test_why_no_minimum_was_found() -> None:
+    rates = 0.0025 * 2.0 ** np.arange(5)
+    beyond = fit_parabola(rates, 0.1 * np.log2(rates / 0.2) ** 2, Noise(0.002, 6), 3)  # more than an octave above the last one
+    assert beyond.best is None and beyond.upward
+    assert "has its lowest point more than an octave beyond the arms that it was fitted to; the lowest" in _optimum_text("x", beyond, None)
+    falling = fit_parabola(rates, -0.1 * np.log2(rates / 0.0001) ** 2, Noise(0.002, 6), 3)
+    assert falling.best is None and not falling.upward and "does not open upward" in _optimum_text("x", falling, None)

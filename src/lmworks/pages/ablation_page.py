@@ -140,10 +140,12 @@ def _found(conclusion: Json | None) -> Chart | None:
     if conclusion is None:
         return None
     points = [(float(a), float(b)) for a, b in conclusion["points"]]
-    low, high = min(a for a, _ in points) / 1.2, max(a for a, _ in points) * 1.2
-    marks = [Mark("best", at, conclusion["text"]) for name in ("best", "critical") if (at := conclusion.get(name)) and low <= at <= high]
-    ends = conclusion.get("low"), conclusion.get("high")
-    shade = (max(ends[0], low), min(ends[1], high)) if ends[0] and ends[1] else None
+    found = [at for name in ("best", "critical") if (at := conclusion.get(name))]  # it may lie beyond the points
+    across = [*(a for a, _ in points), *found]
+    low, high = min(across) / 1.2, max(across) * 1.2
+    marks = [Mark("best", at, conclusion["text"]) for at in found]
+    ends = max(conclusion.get("low") or high, low), min(conclusion.get("high") or low, high)
+    shade = ends if ends[0] < ends[1] else None
     return Chart(
         "conclusion-points", conclusion["measure"], "", [Line("mean of the runs", points, "c0")], (low, high), group="conclusion",
         across=conclusion["what"], log_x=True, marks=marks, shade=shade, wide=True,

@@ -11,6 +11,8 @@ border between two experts has gone to the other. A wrong sum is off by as much 
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -38,13 +40,20 @@ def worst_error(exact: Mapping[str, np.ndarray], one: Mapping[str, np.ndarray], 
     `exact` is one process in fp32, `one` the same in bf16. The error is the Euclidean distance from `exact`, of a tensor, and of each row
     of attention's matrices, since a sum that is missing there may concern a few: those of a shared key. A row is allowed the matrix'
     mean error besides its own in `one`, which may by chance be next to none. Elsewhere rows are tokens or experts, of which a token that
-    goes to another expert moves some by much. Selection biases are excluded: they move by the sign of a difference of counts.
+    goes to another expert moves some by much. A vector, too, is allowed the mean error of those of its name in all layers besides its own:
+    it has few numbers, and Adam moves one by the sign of a gradient that rounding decides. Selection biases are excluded: they move by the
+    sign of a difference of counts.
     """
-    largest = (0.0, "")
+    largest, of_layers = (0.0, ""), defaultdict[str, list[float]](list)
+    for name, value in exact.items():
+        if value.ndim == 1:
+            of_layers[_LAYER.sub("", name)].append(float(_of_rows(one[name] - value).sum()))
     for name, value in found.items():
         if name.endswith("router.bias"):
             continue
         allowed, off = _of_rows(one[name] - exact[name]), _of_rows(value - exact[name])
+        if len(alike := of_layers[_LAYER.sub("", name)]) > 1:
+            allowed = allowed + np.mean(alike)
         times = np.sqrt(off.sum() / max(allowed.sum(), 1e-30))
         if ".attention." in name and value.ndim == 2:
             times = max(times, np.sqrt(off / np.maximum(allowed + allowed.mean(), 1e-30)).max())
@@ -57,6 +66,7 @@ def _of_rows(difference: np.ndarray) -> np.ndarray:
     return np.square(difference.reshape(-1, difference.shape[-1]).astype(np.float64)).sum(1)
 
 
+_LAYER = re.compile(r"\d+")
 _BOX = 48  # rows and columns of a compared slice
 _ALIKE = 0.1  # correlation of two slices above chance
 TOLERANCE = 1e-5  # fp32 sums in another order differ by about 1e-6

@@ -193,6 +193,8 @@ MUTANTS = [
      "A file system without a writable folder is no bug of lmworks.", "cli/test_bare_container.py"),
     ("cli.main:_main", 'str(error) == "Could not determine home directory."', "False", "A user without a home is no bug of lmworks.",
      "cli/test_bare_container.py"),
+    ("io.files:read_json", "; {_DAMAGED}", "; delete it to have it made again", "Nobody is told to delete a file of their own.",
+     "fuzz/test_fuzz.py"),
     ("io.files:cache_directory", "except RuntimeError:", "except KeyError:", "A cache without a home says what to set.",
      "cli/test_bare_container.py"),
     ("bundle.archive:_refuse_secrets", "with suppress(RuntimeError):", "with suppress():", "A bundle needs no home folder.",

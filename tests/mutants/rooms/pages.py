@@ -171,4 +171,9 @@ MUTANTS = [
     ("pages.overview:_at", "while path not in tree and path:", "while False:",
      "A section that one of two runs has is null in the other.",
      "pages/test_run_page.py::test_a_section_that_one_of_the_runs_has_is_null_in_another"),
+    ("pages.ablation_page:_found", "across = [*(a for a, _ in points), *found]", "across = [a for a, _ in points]",
+     "An optimum beyond the arms is within the chart.",
+     "pages/test_ablation_page.py::test_the_interval_of_an_optimum_beyond_the_arms_is_within_the_chart"),
+    ("pages.ablation_page:_found", "ends if ends[0] < ends[1] else None", "ends", "An interval beyond the chart is not drawn backwards.",
+     "pages/test_ablation_page.py::test_the_interval_of_an_optimum_beyond_the_arms_is_within_the_chart"),
 ]  # fmt: skip

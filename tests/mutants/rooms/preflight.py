@@ -33,4 +33,9 @@ MUTANTS = [
      "preflight/test_preflight.py"),
     ("preflight.data:shuffled", "if worst[1] - worst[2] > _TOO_OFTEN:", "if worst[1] - worst[2] > 1:",
      "Sequences that are read one after another are found.", "preflight/test_preflight.py"),
+    ("preflight.layouts:worst_error", "allowed = allowed + np.mean(alike)", "pass",
+     "A vector is judged by the rounding of its name in all layers.",
+     "preflight/test_preflight.py::test_rounding_of_a_vector_is_judged_by_those_of_all_layers"),
+    ("preflight.layouts:worst_error", ") > 1:", ") > 0:", "A vector of one layer is judged by its own rounding.",
+     "preflight/test_preflight.py::test_rounding_of_a_vector_is_judged_by_those_of_all_layers"),
 ]  # fmt: skip
