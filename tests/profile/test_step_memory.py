@@ -49,15 +49,20 @@ def measured(recipe: Recipe, length: int, micro_batch: int, micro_batches: int) 
 
 
 def compare(precision: str, policy: str, kind: str, length: int, micro_batch: int, micro_batches: int = 1) -> None:
-    changes = (f"train.precision={precision}", f"train.activation_checkpointing={policy}", "threads=1", *KINDS[kind])
+    own = (f"train.precision={precision}", f"train.activation_checkpointing={policy}", "train.logit_chunk_tokens=256")
+    changes = (*own, "threads=1", *KINDS[kind])
     recipe = load_recipe("quickstart", changes).recipe
     cluster = Cluster(device="CPU", tflops=0.1, bf16=True, memory_gib=16)
     found = measured(recipe, length, micro_batch, micro_batches)
     planned = memory(recipe, cluster, Layout(), length, micro_batch, micro_batches).components
     pairs = [(planned["activations"], found["activations"]), (planned["head and loss"], found.get("logits", 0.0))]
+    total, most = (sum(sides) for sides in zip(*pairs, strict=True))
+    assert most <= 1.05 * total, (pairs, found)
+    if (pairs[1][0] > 0) != (pairs[1][1] > 0):  # of two moments with nearly the same need, plan and step each took another
+        assert most >= 0.95 * total, (pairs, found)
+        return
     for expected, there in pairs:
         assert there == pytest.approx(expected, rel=0.15, abs=1 << 17), (pairs, found)  # of the loss, some numbers of each token are left
-    assert sum(there for _, there in pairs) <= 1.05 * sum(expected for expected, _ in pairs)
 
 
 @pytest.mark.parametrize(
