@@ -485,7 +485,7 @@ ELSEWHERE = {
     "weights.huggingface refuse_unequal_copies": FAMILIES,
     "weights.huggingface _refuse_duplicates": WEIGHTS,
     "verify.answers check_installed": INSTALLED,
-    "weights.gguf _read": WEIGHTS,
+    "weights.gguf _dequantize": WEIGHTS,
     "weights.gguf GgufWeights._found": WEIGHTS,
     "weights.gguf GgufWeights._info": WEIGHTS,
     "weights.gguf GgufWeights._check_rope": WEIGHTS,

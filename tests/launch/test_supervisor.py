@@ -278,6 +278,18 @@ def test_a_spare_takes_the_place_of_a_host_that_fails(tmp_path: Path) -> None:
     assert [host for host, _ in host_events(launch)] == [*"bcdb"]
 
 
+def test_one_of_two_spares_takes_the_place_of_one_host(tmp_path: Path) -> None:
+    launch = Launch(tmp_path / "run", "abcde", least=3, spares=2)
+    launch.begin()
+    wait_for((launch.run_dir / "e.begun").exists)
+    launch.fails("b")
+    launch.fails("b")
+    wait_for(lambda: "d" in launch.started)
+    launch.folder.conclude(0, 0)
+    assert launch.end() == 0
+    assert launch.started == [*"abcd"] and len(events_of(launch.run_dir, "host_started")) == 1
+
+
 def test_hosts_and_spares_that_are_sick_run_nothing(tmp_path: Path) -> None:
     launch = Launch(tmp_path / "run", "abcde", least=2, spares=2, sick="bd")
     launch.begin()
