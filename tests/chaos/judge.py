@@ -55,12 +55,17 @@ def problems(run: Run, twin: Twin) -> Iterator[str]:
     if plan.window:
         first = {rank: [line for line in lines if line["step"] < plan.window[0]] for rank, lines in records.items()}
         yield from bits(first, twin.weights, plan)
-    yield from _curve(run, twin)
     yield from _work_lost(run, now)
-    yield from _checkpoints(run)
-    yield from _ledger(run)
+    yield from written(run, twin.curve)
     if plan.same_bits and (differing := same_bits(checkpoint(run.dir), checkpoint(twin.dir))):
         yield f"the last checkpoint differs from the undisturbed one in {len(differing)} tensors, such as {differing[0]}"
+
+
+def written(run: Run, expected: list[dict[str, Any]]) -> Iterator[str]:
+    """What is wrong with what a run has written: its curve, its checkpoints and its ledger."""
+    yield from _curve(run, expected)
+    yield from _checkpoints(run)
+    yield from _ledger(run)
 
 
 def since(records: Records, when: float) -> Records:
@@ -117,15 +122,16 @@ def bits(records: Records, weights: Mapping[tuple[int, int], str], plan: Plan) -
                 return
 
 
-def _curve(run: Run, twin: Twin) -> Iterator[str]:
+def _curve(run: Run, expected: list[dict[str, Any]]) -> Iterator[str]:
     lines, plan = curve(run.dir), run.plan
-    if [line["step"] for line in lines] != [step + 1 for step in range(plan.steps) if step not in left_out(run)]:
-        yield f"the curve has the steps {[line['step'] for line in lines]}"
-    elif plan.same_bits and lines != twin.curve:
-        first = next(one["step"] for one, other in zip(lines, twin.curve, strict=True) if one != other)
+    trained = [line["step"] for line in lines if "train/loss" in line]  # a last step that is left out is validated, too
+    if trained != [step + 1 for step in range(plan.steps) if step not in left_out(run)]:
+        yield f"the curve has the steps {trained}"
+    elif plan.same_bits and lines != expected:
+        first = next((one["step"] for one, other in zip(lines, expected, strict=False) if one != other), plan.steps)
         yield f"the curve differs from that of the undisturbed run from step {first} on"
     elif plan.resized:
-        for one, other in zip(lines, twin.curve, strict=True):
+        for one, other in zip(lines, expected, strict=True):
             if abs(one["train/loss"] / other["train/loss"] - 1) > CLOSE:
                 yield f"the loss of step {one['step']} is {one['train/loss']:.5f}, not {other['train/loss']:.5f}"
                 return
@@ -182,9 +188,9 @@ def _ledger(run: Run) -> Iterator[str]:
     """What was resumed from had been saved, and what had been damaged was refused; nothing else was found wrong."""
     plan = run.plan
     events = run.ledger()
-    training = [event for event in events if event["event"] != "prediction_error"]  # written after the end, by the stage that predicted
+    training = [event for event in events if event.get("stage") == "pretrain" and event["event"] != "prediction_error"]  # which follows
     if not training or training[-1]["event"] != "finish":
-        yield f"the ledger ends with {events[-1:]}"
+        yield f"the ledger ends with {training[-1:]}"
     bad = {event["step"] for event in events if event["event"] == "bad_step"}
     if bad != ({plan.moment} if plan.kind in PLANTED else set()):
         yield f"the ledger tells of bad steps {sorted(bad)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -10,13 +11,15 @@ from typing import Any
 
 import pytest
 from campaign import Campaign, name_of, table, undisturbed
-from judge import Records, bits, lost_at_most, lost_steps, order, repeated, since
+from judge import Records, bits, lost_at_most, lost_steps, order, repeated, since, written
 from plans import BORDERS, DECK, FIRST, IN_A_ROLL_BACK, LAYOUTS, PLANTED, POINTS, RAMP, STEPS, draw, harmless, overrides
+from running import Run
 from strikes import spoil
 
+from lmworks.cli.main import main
 from lmworks.parallel.splits import split_problems
 from lmworks.recipe.schema.layout import layout_for, world_size
-from tiny_run import Tiny
+from tiny_run import Tiny, curve
 
 SEEDS = 8 * sum(DECK.values())
 
@@ -113,6 +116,27 @@ def test_what_follows_a_window_is_judged_by_what_was_trained_without_it() -> Non
     records: Records = {0: [line(step) | {"time": 1.0} for step in range(4)] + [line(3, "b", weights="without step 2")]}
     assert "repeated step 3" in next(repeated(records))
     assert list(repeated(since(records, 1.0))) == [] and [one["step"] for one in since(records, 1.0)[0]] == [3]
+
+
+def test_a_run_that_nothing_has_struck_is_sound(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the commands write is judged, so that no run of a campaign fails because a stage has learned to write something else."""
+    plan = replace(draw(0), kind="skip window", window=(FIRST, STEPS), ranks=1, layout={}, supervised=False, how="end", save_every=1)
+    run = Run(undisturbed(plan), tiny.recipe, tiny.copy(tmp_path / "run").run_dir, patience=0.0)
+
+    def lmworks(*words: object) -> None:
+        monkeypatch.setattr(sys, "argv", ["lmworks", *map(str, words)])
+        main()  # which exits with a code if it is not 0
+
+    lmworks(*run.command())
+    whole = curve(run.dir)
+    run.plan = replace(run.plan, kind="none", window=None)
+    assert list(written(run, whole)) == []
+    assert "differs from that of the undisturbed run from step 3 on" in next(written(run, [*whole[:2], {"step": 3}, *whole[3:]]))
+    run.plan = undisturbed(plan)
+    assert "tells of rollbacks []" in next(written(run, whole))
+    lmworks("ckpt", "rollback", run.dir, FIRST - 2, "--skip-steps", f"{FIRST}:{STEPS}")
+    lmworks(*run.command())
+    assert list(written(run, curve(run.dir))) == []
 
 
 @pytest.mark.parametrize("how", ["flip", "truncate"])
