@@ -6,11 +6,13 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -131,25 +133,31 @@ def test_llama_cpp_gets_the_key_as_a_file(lmworks: Lmworks, exported: Path, answ
 
 def test_sglangs_key_is_in_no_command_line(lmworks: Lmworks, exported: Path, answers: Path, tmp_path: Path) -> None:
     """The words of the start script reach the module with the key, which /proc shows nowhere."""
-    out = tmp_path / "d"
-    assert lmworks("deploy", exported, "--engine", "sglang", "--gpus", "h100", "--out", out, "--expect", answers).code == 0
+    out, own = tmp_path / "d", tmp_path / "key"
+    own.write_text("-begins-with-a-dash")  # as one of 64 keys that are drawn does
+    own.chmod(0o600)
+    options = ("--engine", "sglang", "--gpus", "h100", "--out", out, "--expect", answers, "--api-key-file", own)
+    assert lmworks("deploy", exported, *options).code == 0
     package = tmp_path / "sglang"
     package.mkdir()
     (package / "__init__.py").write_text("")
     (package / "launch_server.py").write_text(
-        "import json, logging, sys\n"
+        "import argparse, json, logging, sys\n"
+        "parser = argparse.ArgumentParser()\n"
+        "parser.add_argument('--api-key')\n"
+        "key = parser.parse_known_args()[0].api_key\n"
         "logging.basicConfig(stream=sys.stderr, level=logging.INFO)\n"
-        "options = {'model_path': 'm', 'api_key': sys.argv[sys.argv.index('--api-key') + 1]}\n"
+        "options = {'model_path': 'm', 'api_key': key}\n"
         "logging.getLogger(__name__).info(f'server_args={options}')\n"  # as SGLang does
         "logging.getLogger('other').warning('started with %s and %d GPUs', options, 8)\n"
-        "print(json.dumps([sys.argv, open('/proc/self/cmdline').read()]))\n"
+        "print(json.dumps([[*sys.argv, key], open('/proc/self/cmdline').read()]))\n"
     )
     environment = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "PYTHONPATH": str(tmp_path)}
     done = subprocess.run([str(out / "start.sh")], env=environment, capture_output=True, encoding="utf-8")
     assert done.returncode == 0, done.stderr
     words, shown = json.loads(done.stdout)
     key = (out / "secrets/api_key").read_text().strip()
-    assert words[words.index("--api-key") + 1] == key and key not in shown
+    assert words[-1] == key and key not in shown
     assert words[words.index("--model-path") + 1] == str(exported.resolve())
     assert key not in done.stderr and done.stderr.count("'api_key': '[API key]'") == 2 and "and 8 GPUs" in done.stderr
     assert "sglang#37457" in (out / "README.md").read_text()
@@ -292,7 +300,14 @@ BAD: dict[str, tuple[list[str], str]] = {
     "both": (["--gpus", "h100", "--cpu"], "exclude each other"),
     "context": (["--gpus", "h100", "--context", "100000"], "exceeds the 512 tokens"),
     "host": (["--gpus", "h100", "--host", "a b"], "neither an IP address nor a host name"),
+    "zone": (["--gpus", "h100", "--host", "fe80::1%$(x)"], "neither an IP address nor a host name"),
+    "port": (["--gpus", "h100", "--port", "3000"], "--port 3000 is that of Grafana"),
     "trainer": (["--gpus", "h100", "--trainer", "9400"], "must be HOST:PORT"),
+    "trainer host": (["--gpus", "h100", "--trainer", "a b:1"], "--trainer 'a b' is neither an IP address nor a host name"),
+    "trainer port": (["--gpus", "h100", "--trainer", "localhost:8000"], "is the address of the engine in this deployment"),
+    "option": (["--gpus", "h100", "--name=-m"], "takes '-' in '-m' for something else than a part of the model's name"),
+    "adapter": (["--gpus", "h100", "--engine", "sglang", "--name", "a:b"], "takes ':' in 'a:b'"),
+    "names": (["--cpu", "--engine", "llama.cpp", "--name", "a,b"], "takes ',' in 'a,b'"),
     "gguf": (["--gpus", "h100", "--engine", "llama.cpp", "--gguf", "/nonexistent.gguf"], "is not a file"),
     "expect": (["--gpus", "h100", "--expect", "/nonexistent.json"], "has no recorded answers"),
 }
@@ -303,6 +318,97 @@ def test_bad_options_are_one_line(lmworks: Lmworks, exported: Path, tmp_path: Pa
     options, message = BAD[case]
     assert message in lmworks("deploy", exported, "--out", tmp_path / "d", *options).error
     assert not (tmp_path / "d").exists()
+
+
+def test_all_interfaces_are_checked_by_the_loopback_address_of_their_family(
+    lmworks: Lmworks, exported: Path, answers: Path, tmp_path: Path
+) -> None:
+    """asyncio's servers, such as SGLang's, listen on :: without IPv4."""
+    for host, url in (("::", "http://[::1]:8000"), ("0.0.0.0", "http://127.0.0.1:8000")):
+        out = tmp_path / url[7:9]
+        assert lmworks("deploy", exported, "--gpus", "h100", "--host", host, "--out", out, "--expect", answers).code == 0
+        services = yaml.safe_load((out / "compose.yaml").read_text())["services"]
+        assert url in services["check"]["command"] and url in services["engine"]["healthcheck"]["test"]
+        targets = [one["static_configs"][0]["targets"] for one in yaml.safe_load((out / "prometheus.yml").read_text())["scrape_configs"]]
+        assert [url[7:]] in targets
+
+
+def test_processes_of_containers_are_stopped_and_have_a_user(lmworks: Lmworks, exported: Path, answers: Path, tmp_path: Path) -> None:
+    """The first process of a container ignores SIGTERM unless it handles it; torch fails without a name for the user (vllm#44548)."""
+    assert lmworks("deploy", exported, "--gpus", "h100", "--out", tmp_path / "d", "--expect", answers).code == 0
+    services = yaml.safe_load((tmp_path / "d" / "compose.yaml").read_text())["services"]
+    assert services["engine"]["init"] is services["check"]["init"] is True
+    assert services["engine"]["environment"]["USER"]
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("http://user:s3cret@127.0.0.1:1", "no credentials and no query; give the API key as a file, with --key-file"),
+        ("http://127.0.0.1:1?key=s3cret", "no credentials and no query"),
+        ("http://127.0.0.1:80a", "is no address of a server"),
+        ("http://[::1", "is no address of a server"),
+        ("http://", "is no address of a server"),
+        ("http://127.0.0.1:1/a b", "is no address of a server"),
+        ("ftp://127.0.0.1", "is no address of a server"),
+    ],
+)
+def test_what_is_no_address_is_not_asked(lmworks: Lmworks, answers: Path, url: str, reason: str) -> None:
+    done = lmworks("deploy", "check", url, "--expect", answers)
+    assert reason in done.error and "s3cret" not in done.err
+
+
+@pytest.mark.parametrize(("reply", "says"), [
+    (b"SSH-2.0-OpenSSH_9.6\r\n", "does not answer: SSH-2.0-OpenSSH_9.6"),
+    (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", "does not answer: IncompleteRead"),
+    (b"HTTP/1.1 200 OK\r\n\r\n" + b"[" * 100_000, "sent a reply without log-probabilities (RecursionError"),
+])  # fmt: skip
+def test_a_reply_that_cannot_be_read_fails_the_check(lmworks: Lmworks, answers: Path, reply: bytes, says: str) -> None:
+    """With --watch the check goes on after it, instead of ending."""
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(reply)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        done = lmworks("deploy", "check", f"http://127.0.0.1:{listener.getsockname()[1]}", "--expect", answers, "--json")
+        thread.join()
+    assert done.code == 1 and says in json.loads(done.out)["reason"]
+
+
+def test_one_of_several_gguf_files_is_named(lmworks: Lmworks, exported: Path, answers: Path, tmp_path: Path) -> None:
+    model, gguf = tmp_path / "model", exported.parent / "gguf" / "model.gguf"
+    shutil.copytree(exported, model)
+    for name in ("q4.gguf", "q8.gguf", "part-00001-of-00002.gguf", "part-00002-of-00002.gguf"):
+        (model / name).symlink_to(gguf)
+
+    def deploy(*options: Any) -> Any:
+        return lmworks("deploy", model, "--cpu", "--expect", answers, *options)
+
+    refused = deploy("--engine", "llama.cpp", "--out", tmp_path / "d").error
+    assert "reads one GGUF file: export one (--set export.gguf=true), or say which" in refused
+    part = model / "part-00001-of-00002.gguf"
+    refused = deploy("--engine", "llama.cpp", "--gguf", part, "--out", tmp_path / "d").error
+    assert "is one of 2 parts of a model; join them with llama-gguf-split --merge part-00001-of-00002.gguf FILE" in refused
+    assert deploy("--engine", "llama.cpp", "--gguf", model / "q8.gguf", "--out", tmp_path / "d").code == 0
+    assert deploy("--engine", "vllm", "--out", tmp_path / "e").code == 0
+
+
+def test_a_key_that_others_may_read_is_refused_before_weights_are_read(
+    lmworks: Lmworks, exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[Path] = []
+    monkeypatch.setattr("lmworks.deploy.deploy.verify_export", read.append)
+    key = tmp_path / "key"
+    key.write_text("k")
+    key.chmod(0o644)
+    for options in (("--api-key-file", key), ("--expect", tmp_path / "none.json")):
+        assert lmworks("deploy", exported, "--gpus", "h100", "--out", tmp_path / "d", *options).error
+    assert not read
 
 
 def test_what_lies_around_is_refused(
@@ -399,6 +505,10 @@ def test_recorded_answers_are_a_file_of_their_own(lmworks: Lmworks, exported: Pa
     done = lmworks("deploy", "record", exported, "--out", tmp_path / "e.json", "--json")
     assert json.loads(done.out)["tokens"] >= 15 and (tmp_path / "e.json").is_file()
     assert "is no address" in lmworks("deploy", "check", "localhost", "--expect", tmp_path / "e.json").error
+    assert lmworks("deploy", "record", exported, "--out", tmp_path / "e.json").code == 0  # again
+    mine = shutil.copyfile(exported / "config.json", tmp_path / "mine.json")
+    assert "mine.json is there, and holds no recorded answers" in lmworks("deploy", "record", exported, "--out", mine).error
+    assert mine.read_bytes() == (exported / "config.json").read_bytes()
 
 
 def test_pickled_weights_are_named_with_the_remedy(lmworks: Lmworks, exported: Path, tmp_path: Path) -> None:

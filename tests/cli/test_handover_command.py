@@ -119,6 +119,20 @@ def test_a_row_that_slime_would_drop_is_refused_with_its_number(
     assert not (tmp_path / "d").exists()
 
 
+@pytest.mark.parametrize(("url", "reason"), [
+    ("http://user:s3cret@reward/score", "--rm-url has credentials, which run.sh and every list of processes would show"),
+    ("http://reward/score?api_key=s3cret", "--rm-url has credentials"),
+    ("reward:8000", "'reward:8000' is no address of a service"),
+    ("$here/score", "is no address of a service"),
+])  # fmt: skip
+def test_a_service_of_rewards_has_a_plain_address(
+    lmworks: Lmworks, exported: Path, prompts: Path, tmp_path: Path, url: str, reason: str
+) -> None:
+    options = ("--prompts", prompts, "--out", tmp_path / "d", "--rm-type", "remote_rm", "--rm-url", url)
+    done = lmworks("handover", "slime", exported, *options)
+    assert reason in done.error and "s3cret" not in done.out + done.err and not (tmp_path / "d").exists()
+
+
 def test_other_refusals_are_one_line(lmworks: Lmworks, exported: Path, prompts: Path, tiny: Tiny, tmp_path: Path) -> None:
     out = tmp_path / "d"
     assert "--prompts FILE --out DIR" in lmworks("handover", "slime", exported).error
@@ -144,6 +158,8 @@ def test_lost_layers_of_multi_token_prediction_are_noticed(lmworks: Lmworks, exp
     without = {name: one for name, one in tensors.items() if ".layers.3." not in name}
     save_file(without, back / "model.safetensors", metadata={"format": "pt"})
     assert "has lost multi-token prediction" in lmworks("handover", "slime", exported, "--back", back).error
+    save_file({"model.norm.weight": tensors["model.norm.weight"]}, back / "model.safetensors", metadata={"format": "pt"})
+    assert "lacks lm_head.weight" in lmworks("handover", "slime", exported, "--back", back).error  # another model
     padded = tensors | {"lm_head.weight": torch.zeros(1024, 64)}
     save_file(padded, back / "model.safetensors", metadata={"format": "pt"})
     assert "padding of the vocabulary" in lmworks("handover", "slime", exported, "--back", back).error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,12 @@ def test_a_model_that_does_not_fit_is_refused_with_what_would(bits: int, gpus: s
     plan_deployment(source(GLM_355B, bits), "vllm", "balanced", parse_gpus(would_do))
 
 
+def test_the_memory_of_one_device_that_would_do_holds_all_experts() -> None:
+    with pytest.raises(UserError, match=r"one device with (\d+) GB would do") as refused:
+        plan_deployment(source(GLM_355B, weight_bytes=5_000_000_000_000), "vllm", "balanced", parse_gpus("8xh100"), context=2048)
+    assert int(re.search(r"with (\d+) GB", str(refused.value))[1]) > 5000  # type: ignore[index]
+
+
 def test_the_context_is_shortened_before_a_model_is_refused() -> None:
     plan = plan_deployment(source(LLAMA_70B), "vllm", "balanced", Hardware("gpu", 1, 170 * GB))
     assert 2048 <= plan.request.fit.context < 131072
@@ -109,6 +116,45 @@ def test_latent_attention_is_not_divided() -> None:
     })  # fmt: skip
     fit = plan_deployment(source(model), "vllm", "latency", parse_gpus("8xl4")).request.fit
     assert fit.tensor == 8 and fit.kv_token == 4 * (512 + 64) * 2
+
+
+def test_a_state_counts_once_for_a_sequence_and_not_for_each_token() -> None:
+    """Qwen3-Next's layers: 24,576 bytes per token in 12 layers of attention, and states of 77 MB in the other 36."""
+    shape: dict[str, Any] = {
+        "vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 16, "num_key_value_heads": 2,
+        "head_dim": 256, "intermediate_size": 5120, "layer_types": ["linear_attention", "linear_attention", "linear_attention",
+        "full_attention"] * 12, "gated_delta": {"num_key_heads": 4, "num_value_heads": 32}, "max_position_embeddings": "262144 tokens",
+    }  # fmt: skip
+    plan = plan_deployment(source(Model.model_validate(shape)), "vllm", "throughput", parse_gpus("1xl4"), context=2048)
+    fit = plan.request.fit
+    assert fit.kv_token == 12 * 2 * 2 * 256 * 2 and 36 * 32 * 128 * 128 * 4 < fit.state < 80e6
+    assert fit.sequences == int(fit.cache / (fit.state + fit.kv_token * 1024)) > 100 and "MB per sequence" in plan.request.sequences_reason
+    latency = plan_deployment(source(Model.model_validate(shape)), "vllm", "latency", parse_gpus("8xh100")).request.fit
+    assert latency.tensor == 4 and latency.state == fit.state / 4  # 8 do not divide the heads of linear attention
+    alone = Model.model_validate(shape | {"layer_types": ["linear_attention"] * 48})
+    assert plan_deployment(source(alone), "vllm", "balanced", parse_gpus("1xh100")).request.fit.kv_token == 0
+
+
+def test_each_replica_of_sglang_has_all_experts() -> None:
+    """Replicas of vLLM share the experts, so that 355 GB fit into one GPU of 141 GB with seven others."""
+    ours, theirs = (plan_deployment(source(GLM_355B, 8), engine, "balanced", parse_gpus("8xh200"), context=16384) for engine in
+                    ("vllm", "sglang"))  # fmt: skip
+    assert ours.request.fit.tensor == 1
+    fit = theirs.request.fit
+    assert (fit.tensor, fit.data) == (4, 2) and fit.weights == pytest.approx(source(GLM_355B, 8).weight_bytes / 4)
+
+
+def test_sglang_divides_no_experts_that_cannot_be_divided() -> None:
+    odd = Model.model_validate(GLM_355B.model_dump() | {"moe": {"n_routed_experts": 162, "num_experts_per_tok": 8,
+                                                                "moe_intermediate_size": 1536, "first_k_dense_replace": 3}})  # fmt: skip
+    assert flags(source(GLM_355B, 8), "sglang", "latency", parse_gpus("8xh200"))["--ep-size"] == "8"
+    assert "--ep-size" not in flags(source(odd, 8), "sglang", "latency", parse_gpus("8xh200"))
+
+
+def test_vllm_reads_its_cache_on_a_cpu_in_gib() -> None:
+    plan = plan_deployment(source(LLAMA_70B, 4), "vllm", "throughput", Hardware("cpu", 1, 512 * GB))
+    (flag,) = [flag for flag in plan.launch.flags if flag.name == "VLLM_CPU_KVCACHE_SPACE"]
+    assert plan.request.fit.cache - (1 << 30) < int(flag.value or 0) << 30 <= plan.request.fit.cache
 
 
 def test_vllm_would_give_lfm2_another_head() -> None:

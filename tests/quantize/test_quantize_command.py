@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import re
 import shutil
 import sys
@@ -204,11 +205,13 @@ def test_nothing_half_written_counts(
 
 
 def test_what_a_killed_process_left_is_removed(lmworks: Lmworks, run: Any, tmp_path: Path) -> None:
-    left = tmp_path / ".working-99999999"
-    left.mkdir()
-    (left / "original.gguf").write_bytes(b"x")
+    """Also of one that had the same id: the first process of a container always has. What only has such a name stays."""
+    left, others = [tmp_path / f".working-{process}" for process in (99999999, os.getpid())], tmp_path / ".working-copy"
+    for folder in (*left, others):
+        folder.mkdir()
+        (folder / "original.gguf").write_bytes(b"x")
     assert quantize(lmworks, run, tmp_path).code == 0
-    assert not left.exists()
+    assert others.exists() and not any(folder.exists() for folder in left)
 
 
 def test_what_others_keep_where_a_result_would_be_stays(lmworks: Lmworks, run: Any, tmp_path: Path) -> None:
@@ -312,6 +315,9 @@ def test_bad_input_is_one_line(lmworks: Lmworks, run: Any, tmp_path: Path) -> No
     out, model = ("--out", tmp_path / "out"), tmp_path / "model"
     assert "no such scheme" in lmworks("quantize", run.directory, "--to", "gguf-q3", *out).error
     assert "names no scheme" in lmworks("quantize", run.directory, "--to", ",", *out).error
+    for limit in ("kl=nan", "kl=inf", "kl=-1", "kl", "loss=1", "expert_tokens=0.5"):
+        refused = lmworks("quantize", run.directory, "--to", "gguf-q8_0", *out, "--limit", limit).error
+        assert f"--limit {limit}: write NAME=NUMBER, not negative" in refused
     assert "lmworks[llama]" in lmworks("quantize", run.directory, "--to", "gguf-q4_k_m", *out).error
     assert "neither a run" in lmworks("quantize", tmp_path, "--to", "gguf-q8_0", *out).error
     assert "does not exist" in lmworks("quantize", tmp_path / "no", "--to", "gguf-q8_0", *out).error
@@ -364,6 +370,20 @@ class Llama:
     monkeypatch.setattr(quantize_gguf, "quantize", lambda scheme, original, target, python: made(scheme, original, target, None))
     done = quantize(lmworks, run, out)
     assert done.code == 2 and re.search(r"the disk of \S+/out is full", done.error), done.err
+    assert not list(out.iterdir())
+
+
+def test_an_engine_that_was_killed_says_nothing_about_the_model(
+    lmworks: Lmworks, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The result would be kept as failed. The engine is a stand-in that dies as the system kills where memory is short."""
+    programs, out, made = tmp_path / "programs.py", tmp_path / "out", quantize_gguf.quantize
+    programs.write_text("import os, signal, sys\n\nsys.stdin.readline()\nos.kill(os.getpid(), signal.SIGKILL)\n")
+    monkeypatch.setattr(child, "PROGRAMS", programs)
+    monkeypatch.setattr(quantize_gguf, "find_python", lambda modules, given: Path(sys.executable))
+    monkeypatch.setattr(quantize_gguf, "quantize", lambda scheme, original, target, python: made(scheme, original, target, None))
+    done = quantize(lmworks, run, out)
+    assert done.code == 2 and "gguf-q8_0: llama.cpp was killed (signal 9), as the system does where memory is short" in done.error
     assert not list(out.iterdir())
 
 

@@ -71,7 +71,7 @@ def write(
     as_json: JsonOption = False,
 ) -> None:
     """Write container file, compose file, start script, health check, monitoring and README of a server for MODEL."""
-    from lmworks.deploy.deploy import plan_deployment, require_host, require_target, write_deployment
+    from lmworks.deploy.deploy import plan_deployment, require_host, require_port, require_target, write_deployment
     from lmworks.deploy.engines import engine_of
     from lmworks.deploy.sizing import cpu as cpu_of
     from lmworks.deploy.sizing import detect, parse_gpus, scenario_of
@@ -80,12 +80,13 @@ def write(
 
     require_empty(Path(out))
     engine_of(engine), scenario_of(scenario)
-    require_host(host)
+    require_host(host, "--host")
+    require_port(port)
     if gpus is not None and cpu:
         raise UserError("--gpus and --cpu exclude each other; give one of them")
     hardware = parse_gpus(gpus) if gpus is not None else cpu_of() if cpu else detect()
     if trainer is not None:
-        require_target(trainer)
+        require_target(trainer, port)
     source = open_source(Path(model), Path(gguf) if gguf else None, name)
     if not uncertified:
         require_certified(source, engine_of(engine).gguf)
@@ -124,9 +125,8 @@ def check(
     """Ask a server the recorded questions and compare log-probabilities; exit code 1 if they differ."""
     from lmworks.deploy import check as asking
 
-    if not url.startswith(("http://", "https://")):
-        raise UserError(f"{url!r} is no address of a server; write http://HOST:PORT")
     try:
+        asking.require_address(url)
         result = asking.check(url, asking.read_expected(expect), asking.read_key(key_file), tolerance)
     except asking.Refused as error:
         raise UserError(str(error)) from None
@@ -147,12 +147,18 @@ def record(
     as_json: JsonOption = False,
 ) -> None:
     """Record a model's answers to fixed questions, for deployments on machines that cannot load it in fp32, or of its quantized form."""
+    from lmworks.deploy.check import Refused, read_expected
     from lmworks.deploy.request import record as record_of
     from lmworks.deploy.source import open_source
     from lmworks.io.destinations import require_file
     from lmworks.io.files import write_json
 
     require_file(Path(out))
+    if Path(out).exists():
+        try:
+            read_expected(out)
+        except Refused:
+            raise UserError(f"--out {out} is there, and holds no recorded answers; choose another file") from None
     answers = record_of(open_source(Path(model), None, name))
     write_json(Path(out), answers)
     tokens = sum(len(item["tokens"]) for item in answers["items"])

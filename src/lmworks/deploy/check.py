@@ -10,13 +10,14 @@ With --watch SECONDS it repeats and serves the result as metrics of Prometheus o
 from __future__ import annotations
 
 import argparse
+import http.client
 import json
 import math
 import os
 import sys
 import threading
 import time
-import urllib.error
+import urllib.parse
 import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -60,6 +61,21 @@ def read_expected(path: str | Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError, AssertionError):
         raise Refused(f"{path} has no recorded answers; make it with: lmworks deploy record MODEL --out {path}") from None
     return found  # type: ignore[no-any-return]
+
+
+def require_address(url: str) -> None:
+    """Raise `Refused` unless `url` is the address of a server, without credentials, which messages would show."""
+    try:
+        parts = urllib.parse.urlsplit(url)
+        shown = url.isprintable() and " " not in url and parts.path.isascii()
+        fits = shown and parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        secret = "@" in parts.netloc or "?" in url
+    except ValueError:  # a port or an IPv6 address that is none
+        fits = secret = False
+    if secret:
+        raise Refused("the address of the server must have no credentials and no query; give the API key as a file, with --key-file")
+    if not fits:
+        raise Refused(f"{url!r} is no address of a server; write http://HOST:PORT")
 
 
 def _call(url: str, key: str | None, body: dict[str, Any] | None, timeout: float) -> Any:
@@ -125,10 +141,10 @@ def check(
             everything += found
             if sum(found) / len(found) > worst:
                 worst, result["worst"] = sum(found) / len(found), item["prompt"]
-    except (OSError, urllib.error.URLError) as error:
-        why = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
+    except (OSError, http.client.HTTPException) as error:  # refused, not in time, or no HTTP
+        why = getattr(error, "reason", None) or getattr(error, "strerror", None) or error or type(error).__name__
         return result | {"reason": f"{base} does not answer: {' '.join(str(why).split())}"}
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
         return result | {"reason": f"{base} sent a reply without log-probabilities ({type(error).__name__}: {error})"}
     mean = sum(everything) / len(everything)
     ok = mean <= limit
@@ -204,6 +220,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--port", type=int, default=9105, help="port of the metrics of --watch")
     options = parser.parse_args(arguments)
     try:
+        require_address(options.url)
         expected, key = read_expected(options.expect), read_key(options.key_file)
         watch = Watch()
         server = listen(watch, options.host, options.port) if options.watch else None

@@ -54,7 +54,7 @@ def plan_deployment(
     """Decide how `source` is served. Raises `UserError` for unknown names, and for a model that does not fit `hardware`."""
     kind, purpose = engine_of(engine), scenario_of(scenario)
     if kind.gguf and source.gguf is None:
-        raise UserError("llama.cpp reads a GGUF file: export one (--set export.gguf=true), or give --gguf FILE")
+        raise UserError("llama.cpp reads one GGUF file: export one (--set export.gguf=true), or say which with --gguf FILE")
     if not kind.gguf and not source.weight_bytes:
         why = only_pickled(source.directory)
         raise UserError(f"{engine} reads .safetensors files, and {source.directory} has none{why}; or use --engine llama.cpp")
@@ -63,7 +63,7 @@ def plan_deployment(
         raise UserError(
             f"{engine} would read {', '.join(others)} too, which are no weights of this model; move them out of {source.directory}"
         )
-    found = fit(source, hardware, purpose, whole_cache=kind.whole_cache, single=kind.single, gguf=kind.gguf, context=context)
+    found = fit(source, hardware, purpose, kind, context)
     request = Request(source, hardware, purpose, found, host, port)
     return Deployment(engine, request, kind.launch(request))
 
@@ -78,13 +78,14 @@ def write_deployment(
     """
     out = Path(out)
     require_empty(out)
-    verify_export(plan.request.source.served(plan.launch.gguf))
+    source = plan.request.source
     try:
         key = check.read_key(key_file) or secrets.token_urlsafe(32)
-        answers = record(plan.request.source) if expected is None else check.read_expected(expected)
+        given = None if expected is None else check.read_expected(expected)
     except check.Refused as error:
         raise UserError(str(error)) from None
-    source = plan.request.source
+    verify_export(source.served(plan.launch.gguf))  # which may take minutes
+    answers = given or record(source)
     bits = weight_bits(source.gguf) if engine_of(plan.engine).gguf and source.gguf is not None else source.bits
     answers = answers | {"tolerance": tolerance_for(float(answers["tolerance"]), bits), "name": source.name}
     with whole_directory(out) as aside:
@@ -157,18 +158,29 @@ def _requirements() -> Iterator[str]:
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?\Z")
 
 
-def require_host(text: str) -> None:
-    """Raise `UserError` unless `text` is an IP address or a host name."""
+def require_host(text: str, option: str) -> None:
+    """Raise `UserError` unless `text` is an IP address, without a zone, which may be any text, or a host name."""
     try:
-        ipaddress.ip_address(text)
+        fits = not getattr(ipaddress.ip_address(text), "scope_id", None)
     except ValueError:
-        if not _NAME.match(text):
-            raise UserError(f"--host {text!r} is neither an IP address nor a host name") from None
+        fits = _NAME.match(text) is not None
+    if not fits:
+        raise UserError(f"{option} {text!r} is neither an IP address nor a host name")
 
 
-def require_target(text: str) -> None:
-    """Raise `UserError` unless `text` is HOST:PORT."""
+def require_port(port: int) -> None:
+    """Raise `UserError` for a port of another program of the deployment: all use the network of the host."""
+    if found := monitoring.PORTS.get(port):
+        raise UserError(f"--port {port} is that of {found} in the same deployment; choose another")
+
+
+def require_target(text: str, engine_port: int) -> None:
+    """Raise `UserError` unless `text` is HOST:PORT, and no program of the deployment itself."""
     host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+    if not host or not port.isdecimal() or not port.isascii() or not 0 < int(port) < 65536:
         raise UserError(f"--trainer {text!r} must be HOST:PORT, such as 127.0.0.1:9400")
-    require_host(host.removeprefix("[").removesuffix("]"))
+    host = host.removeprefix("[").removesuffix("]")
+    require_host(host, "--trainer")
+    found = (monitoring.PORTS | {engine_port: "the engine"}).get(int(port))
+    if found and host in ("127.0.0.1", "localhost", "::1"):
+        raise UserError(f"--trainer {text} is the address of {found} in this deployment; name the trainer's metrics.prometheus_port")

@@ -8,11 +8,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from lmworks.deploy.request import UNTRIED, Flag, Launch, Request, dtype_of, parallel_reason, quantized, reasoning_parser, tool_parser
-from lmworks.deploy.sizing import GB, Hardware
+from lmworks.deploy.sizing import Hardware, Use
 from lmworks.errors import UserError
 from lmworks.host import machine
 from lmworks.io.files import rendered
@@ -23,8 +24,14 @@ _VLLM_GPU, _VLLM_AMD = "vllm/vllm-openai", "vllm/vllm-openai-rocm"
 _VLLM_CPU = "public.ecr.aws/q9t5s3a7/vllm-cpu-release-repo"
 
 
-def _api(name: str, request: Request) -> tuple[Flag, ...]:
-    """The model's name and the address, which all engines take; `name` is the option for the first."""
+def _api(name: str, request: Request, reserved: str = r"(?!)") -> tuple[Flag, ...]:
+    """The model's name and the address, which all engines take; `name` is the option for the first. Raises `UserError` for a name in
+    which the engine would read what the pattern `reserved` finds as something else."""
+    if found := re.search(reserved, request.source.name):
+        raise UserError(
+            f"the engine takes {found[0]!r} in {request.source.name!r} for something else than a part of the model's name; give another "
+            "with --name"
+        )
     return (
         Flag(name, request.source.name, "the name by which clients ask for the model"),
         Flag("--host", request.host, "loopback unless asked: an address of this machine alone"),
@@ -42,7 +49,7 @@ def launch_vllm(request: Request) -> Launch:
         )
     dtype, why = dtype_of(source)
     flags = [
-        *_api("--served-model-name", request),
+        *_api("--served-model-name", request, r"\A-"),  # an option
         Flag("--dtype", dtype, why),
         Flag("--max-model-len", str(fit.context), request.context_reason),
         Flag("--max-num-seqs", str(fit.sequences), request.sequences_reason),
@@ -57,8 +64,8 @@ def launch_vllm(request: Request) -> Launch:
             Flag("--enforce-eager", None, "without compilation, which needs a compiler and minutes at the start"),
             Flag(
                 "VLLM_CPU_KVCACHE_SPACE",
-                str(max(1, round(fit.cache / GB))),
-                "memory of the KV cache in GB, from the model's config",
+                str(max(1, int(fit.cache) >> 30)),
+                "memory of the KV cache in GiB, from the model's config",
                 env=True,
             ),
         ]
@@ -105,7 +112,7 @@ def launch_sglang(request: Request) -> Launch:
         raise UserError("SGLang needs GPUs: give them with --gpus 1xh100, or use --engine vllm or llama.cpp on a CPU")
     dtype, why = dtype_of(source)
     flags = [
-        *_api("--served-model-name", request),
+        *_api("--served-model-name", request, r"\A-|:"),  # an option; a LoRA adapter
         Flag("--dtype", dtype, why),
         Flag("--context-length", str(fit.context), request.context_reason),
         Flag("--max-running-requests", str(fit.sequences * fit.data), request.sequences_reason),
@@ -116,7 +123,7 @@ def launch_sglang(request: Request) -> Launch:
         Flag("--enable-metrics", None, "Prometheus reads /metrics"),
         Flag("radix cache", None, "the cache of equal beginnings is on by default", note=True),
     ]
-    if fit.expert and fit.data == 1:
+    if fit.expert and fit.data == 1 and source.model.moe and source.model.moe.n_routed_experts % fit.tensor == 0:
         flags.append(Flag("--ep-size", str(fit.tensor), "whole experts are distributed over the GPUs instead of slices of each"))
     tools, thoughts = tool_parser(source.template), reasoning_parser(source.template)
     flags.append(Flag("--tool-call-parser", tools.sglang, tools.reason, note=not tools.sglang))
@@ -166,13 +173,11 @@ def _llama_cpp_container(hardware: Hardware) -> str:
 
 
 def launch_llama_cpp(request: Request) -> Launch:
-    """Flags of `llama-server`. Raises `UserError` without a GGUF file."""
+    """Flags of `llama-server`."""
     source, hardware, fit = request.source, request.hardware, request.fit
-    if source.gguf is None:
-        raise UserError("llama.cpp reads a GGUF file: export one (--set export.gguf=true), or give --gguf FILE")
     slots = fit.sequences
     flags = [
-        *_api("--alias", request),
+        *_api("--alias", request, r",|\A\s|\s\Z"),  # commas divide several names, of which the ends are stripped
         Flag("--parallel", str(slots), request.sequences_reason),
         Flag("--ctx-size", str(slots * fit.context), f"{slots} sequences of {fit.context} tokens each, allocated at the start"),
         Flag("--batch-size", str(fit.batch_tokens), "tokens of one forward pass: more fills the device, fewer shortens the wait"),
@@ -225,20 +230,15 @@ def launch_lmworks(request: Request) -> Launch:
 
 
 @dataclass(frozen=True)
-class Engine:
-    """`gguf`, `whole_cache` and `single` as in `sizing.fit`."""
-
+class Engine(Use):
     name: str
     launch: Callable[[Request], Launch]
-    gguf: bool = False
-    whole_cache: bool = False
-    single: bool = False
 
 
 ENGINES = {
     one.name: one
     for one in (
-        Engine("vllm", launch_vllm), Engine("sglang", launch_sglang),
+        Engine("vllm", launch_vllm, shared_experts=True), Engine("sglang", launch_sglang),
         Engine("llama.cpp", launch_llama_cpp, gguf=True, whole_cache=True), Engine("lmworks", launch_lmworks, single=True),
     )
 }  # fmt: skip

@@ -34,7 +34,7 @@ SUMS = "model.sha256"
 _WITH_KEY = """
 import json, logging, runpy, sys
 key = open(sys.argv.pop(1)).read().strip()
-sys.argv += [sys.argv.pop(1), key]
+sys.argv.append(sys.argv.pop(1) + "=" + key)  # one word: a key may begin with a dash
 shown = [key, repr(key)[1:-1], json.dumps(key)[1:-1]]
 make = logging.getLogRecordFactory()
 def without_key(*args, **kwargs):
@@ -95,7 +95,7 @@ def _amd() -> dict[str, Any]:
 
 
 def address(request: Request) -> str:
-    host = "127.0.0.1" if request.host in ("0.0.0.0", "::") else request.host
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(request.host, request.host)  # some engines listen on :: without IPv4
     return f"[{host}]:{request.port}" if ":" in host else f"{host}:{request.port}"
 
 

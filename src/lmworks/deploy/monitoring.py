@@ -19,7 +19,8 @@ from lmworks.metrics.names import METRICS, Metric
 from lmworks.recipe.schema.model import Model
 
 CHECK_PORT, PROMETHEUS_PORT, GRAFANA_PORT = 9105, 9090, 3000
-_PORTS = {"CHECK_PORT": str(CHECK_PORT), "PROMETHEUS_PORT": str(PROMETHEUS_PORT), "GRAFANA_PORT": str(GRAFANA_PORT)}
+PORTS = {CHECK_PORT: "the check", PROMETHEUS_PORT: "Prometheus", GRAFANA_PORT: "Grafana"}
+_WORDS = {"CHECK_PORT": str(CHECK_PORT), "PROMETHEUS_PORT": str(PROMETHEUS_PORT), "GRAFANA_PORT": str(GRAFANA_PORT)}
 _RATE = "$__rate_interval"  # Grafana replaces it with a multiple of the scrape interval
 
 
@@ -31,7 +32,7 @@ def _declared() -> dict[str, Any]:
 
 def filled(name: str, **words: str) -> dict[str, Any]:
     """The tree `name` of monitoring.yaml, with <WORDS> replaced. A text that is put in is not searched for further ones."""
-    known = {f"<{key}>": value for key, value in (_PORTS | words).items()}
+    known = {f"<{key}>": value for key, value in (_WORDS | words).items()}
     found: dict[str, Any] = _filled(_declared()[name], known)
     return found
 

@@ -72,14 +72,14 @@ class Request:
         fit, source = self.fit, self.source
         if fit.context == source.context:
             return "the model's whole context"
-        cache = fit.kv_token * fit.context / GB
-        return f"of the {source.context:,} tokens of the model; {cache:.2f} GB of KV cache per sequence and device"
+        return f"of the {source.context:,} tokens of the model; {fit.sequence / GB:.2f} GB of KV cache per sequence and device"
 
     @property
     def sequences_reason(self) -> str:
         fit = self.fit
+        states = f" and {fit.state / 1e6:.1f} MB per sequence" if fit.state else ""
         return (
-            f"sequences at once and replica: {fit.cache / GB:.1f} GB of KV cache, {fit.kv_token / 1e3:.1f} kB per token; "
+            f"sequences at once and replica: {fit.cache / GB:.1f} GB of KV cache, {fit.kv_token / 1e3:.1f} kB per token{states}; "
             f"at most what {self.scenario.name} asks"
         )
 

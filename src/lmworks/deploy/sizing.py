@@ -16,6 +16,7 @@ from lmworks.host import machine
 from lmworks.host.devices import GB, GPUS
 from lmworks.plan.counts import count_by_component
 from lmworks.plan.memory import kv_cache_bytes
+from lmworks.recipe.mixers import MIXERS
 from lmworks.recipe.schema.model import Model
 
 _MOST_GPUS = 64
@@ -116,11 +117,26 @@ def scenario_of(name: str) -> Scenario:
     return SCENARIOS[name]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Use:
+    """How an engine uses devices.
+
+    `gguf`: it reads the GGUF file, and divides layers instead of matrices. `whole_cache`: it allocates the cache of all sequences at their
+    full length (llama.cpp). `single`: it computes on one device. `shared_experts`: replicas share one copy of the experts (vLLM), instead
+    of each having all of them.
+    """
+
+    gguf: bool = False
+    whole_cache: bool = False
+    single: bool = False
+    shared_experts: bool = False
+
+
 @dataclass(frozen=True)
 class Fit:
-    """A division that fits. `tensor` x `data` devices; `expert`: experts are distributed over all of them. `weights`, `working` and `cache`
-    are bytes per device; `kv_token` is bytes of cache per token and device; `sequences` may run at once per replica; `devices` is how many
-    the engine uses."""
+    """A division that fits. `tensor` x `data` devices; `expert`: experts are distributed over them. `weights`, `working` and `cache` are
+    bytes per device; `kv_token` is bytes of cache per token and device, and `state` per sequence, of layers whose memory does not grow;
+    `sequences` may run at once per replica; `devices` is how many the engine uses."""
 
     tensor: int
     data: int
@@ -134,7 +150,13 @@ class Fit:
     working: float
     cache: float
     kv_token: float
+    state: float
     devices: int
+
+    @property
+    def sequence(self) -> float:
+        """Bytes of cache of one sequence of the whole context, per device."""
+        return self.state + self.kv_token * self.context
 
 
 def element_bytes(source: Source) -> int:
@@ -142,52 +164,53 @@ def element_bytes(source: Source) -> int:
     return _BYTES.get(source.dtype, 2)
 
 
-def fit(source: Source, hardware: Hardware, scenario: Scenario, *, whole_cache: bool, single: bool, gguf: bool, context: int | None) -> Fit:
-    """The division of `source` over `hardware` for `scenario`.
-
-    `whole_cache`: the engine allocates the cache of all sequences at their full length (llama.cpp). `single`: the engine computes on one
-    device. `gguf`: it reads the GGUF file, and divides layers instead of matrices. Raises `UserError` with hardware that would do if the
-    model does not fit.
-    """
+def fit(source: Source, hardware: Hardware, scenario: Scenario, use: Use, context: int | None) -> Fit:
+    """The division of `source` over `hardware` for `scenario`. Raises `UserError` with hardware that would do if the model does not fit."""
     asked = context or source.context
     if asked > source.context:
         raise UserError(f"--context {asked} exceeds the {source.context} tokens of the model")
-    choices = [one for tensor in _tensor_sizes(source.model, hardware.count, single or gguf) if (one := _try(
-        source, hardware, scenario, tensor, asked, whole_cache=whole_cache, single=single, gguf=gguf))]  # fmt: skip
+    choices = _choices(source, hardware, scenario, use, asked)
     if not choices:
-        raise UserError(_refusal(source, hardware, scenario, whole_cache=whole_cache, single=single, gguf=gguf, context=asked))
+        raise UserError(_refusal(source, hardware, scenario, use, asked))
     if scenario.widest:
         return choices[-1]
-    roomy = [one for one in choices if one.context == asked and one.cache >= scenario.room * one.kv_token * asked]
+    roomy = [one for one in choices if one.context == asked and one.cache >= scenario.room * one.sequence]
     longest = max(one.context for one in choices)
     return next(iter(roomy), next(one for one in choices if one.context == longest))
 
 
-def _tensor_sizes(model: Model, count: int, one: bool) -> list[int]:
+def _choices(source: Source, hardware: Hardware, scenario: Scenario, use: Use, context: int) -> list[Fit]:
+    sizes = [1] if use.single or use.gguf else _tensor_sizes(source.model, hardware.count)
+    return [one for tensor in sizes if (one := _try(source, hardware, scenario, use, tensor, context))]
+
+
+def _tensor_sizes(model: Model, count: int) -> list[int]:
     """Degrees of tensor parallelism, ascending, that divide the model's heads and widths."""
     heads, kv = model.num_attention_heads or 1, model.num_key_value_heads or 1
     sizes = []
     for size in range(1, count + 1):
         widths = [model.intermediate_size or size] + ([model.moe.moe_intermediate_size] if model.moe else [])
         fits = count % size == 0 and heads % size == 0 and (model.mla is not None or kv % size == 0 or size % kv == 0)
-        if fits and not any(width % size for width in widths):
+        mixed = not any(problem for mixer in model.mixers for problem in MIXERS[mixer].problems(model, size))
+        if fits and mixed and not any(width % size for width in widths):
             sizes.append(size)
-    return [1] if one else sizes
+    return sizes
 
 
-def _try(
-    source: Source, hardware: Hardware, scenario: Scenario, tensor: int, context: int, *, whole_cache: bool, single: bool, gguf: bool
-) -> Fit | None:
-    model = source.model
-    devices = 1 if single else hardware.count
+def _try(source: Source, hardware: Hardware, scenario: Scenario, use: Use, tensor: int, context: int) -> Fit | None:
+    model, gguf = source.model, use.gguf
+    devices = 1 if use.single else hardware.count
     data = 1 if gguf else devices // tensor
-    expert = model.moe is not None and devices > 1 and not gguf
-    weights = _weights(source, tensor, data, devices, expert, gguf)
+    expert = model.moe is not None and not gguf and (devices if use.shared_experts else tensor) > 1
+    weights = _weights(source, tensor, devices if expert and use.shared_experts else tensor) if not gguf else source.gguf_bytes / devices
     most = scenario.cpu_sequences if hardware.on_cpu else scenario.sequences
-    speculate = source.mtp if scenario.speculate and not gguf and not single else 0
+    speculate = source.mtp if scenario.speculate and not gguf and not use.single else 0
     element = 2 if gguf else element_bytes(source)
-    layers = (model.num_hidden_layers or 1) + speculate
-    kv_token = kv_cache_bytes(model, 1, element) * layers / (layers - speculate)  # sliding windows, which need less later, not counted
+    state = kv_cache_bytes(model, 0, element)
+    attending = sum(map(model.attends, range(model.num_hidden_layers or 0)))
+    # a layer of multi-token prediction attends; sliding windows, which need less later, are not counted
+    kv_token = (kv_cache_bytes(model, 1, element) - state) * (1 + speculate / max(1, attending))
+    state /= devices if gguf else tensor
     if gguf:
         kv_token /= devices
     elif model.mla is None:
@@ -196,25 +219,23 @@ def _try(
     batch = max(scenario.batch_tokens // (4 if hardware.on_cpu else 1), 512)
     working = _working(model, batch, most, tensor, on_cpu=hardware.on_cpu)
     room = hardware.memory * fraction - weights - working
-    if room <= 0:
+    if room <= state:
         return None
-    longest = floor(room / kv_token)
-    if longest < context:
-        context = longest // 1024 * 1024
+    if room < state + kv_token * context:
+        context = floor((room - state) / kv_token) // 1024 * 1024
         if context < min(_SHORTEST, source.context):
             return None
-    typical = context if whole_cache else max(context / _TYPICAL, min(context, 1024))
-    sequences = max(1, min(most, floor(room / (kv_token * typical))))
-    cache = min(room, sequences * context * kv_token) if whole_cache or hardware.on_cpu else room
-    return Fit(tensor, data, expert, context, sequences, batch, fraction, speculate, weights, working, cache, kv_token, devices)
+    typical = context if use.whole_cache else max(context / _TYPICAL, min(context, 1024))
+    sequences = max(1, min(most, floor(room / (state + kv_token * typical))))
+    cache = min(room, sequences * (state + context * kv_token)) if use.whole_cache or hardware.on_cpu else room
+    return Fit(tensor, data, expert, context, sequences, batch, fraction, speculate, weights, working, cache, kv_token, state, devices)
 
 
-def _weights(source: Source, tensor: int, data: int, devices: int, expert: bool, gguf: bool) -> float:
-    if gguf:
-        return source.gguf_bytes / devices
+def _weights(source: Source, tensor: int, of_experts: int) -> float:
+    """Bytes of a device; experts are divided over `of_experts` devices, all else over `tensor`."""
     counts = count_by_component(source.model)
-    shared = counts.components.get("experts", 0) / counts.total if expert else 0.0
-    return source.weight_bytes * ((1 - shared) / tensor + shared / (tensor * data))
+    experts = counts.components.get("experts", 0) / counts.total
+    return source.weight_bytes * ((1 - experts) / tensor + experts / of_experts)
 
 
 def _working(model: Model, batch: int, sequences: int, tensor: int, *, on_cpu: bool) -> float:
@@ -227,24 +248,22 @@ def _working(model: Model, batch: int, sequences: int, tensor: int, *, on_cpu: b
     return 2.0 * batch * width + 8.0 * sequences * model.vocab_size + (0.3 if on_cpu else 2.0) * GB
 
 
-def _refusal(source: Source, hardware: Hardware, scenario: Scenario, *, whole_cache: bool, single: bool, gguf: bool, context: int) -> str:
-    size = (source.gguf_bytes if gguf else source.weight_bytes) / GB
+def _refusal(source: Source, hardware: Hardware, scenario: Scenario, use: Use, context: int) -> str:
+    size = (source.gguf_bytes if use.gguf else source.weight_bytes) / GB
     text = f"{source.name} has {size:.1f} GB of weights and does not fit {hardware.text}"
     found = []
     for name, gpu in GPUS.items():
-        for count in (1,) if single else (1, 2, 4, 8):
-            other = Hardware(name, count, gpu.memory * GB, gpu.fp8)
-            tensors = _tensor_sizes(source.model, count, single or gguf)
-            if any(_try(source, other, scenario, one, context, whole_cache=whole_cache, single=single, gguf=gguf) for one in tensors):
+        for count in (1,) if use.single else (1, 2, 4, 8):
+            if _choices(source, Hardware(name, count, gpu.memory * GB, gpu.fp8), scenario, use, context):
                 found.append((count * gpu.memory, f"{count}x{name}"))
                 break
     if found and not hardware.on_cpu:
         found.sort(key=lambda one: (not one[1].endswith(f"x{hardware.device}"), one))  # more of the same first
         return f"{text}; these would do: {', '.join(one for _, one in found[:4])}; or quantize it"
-    need = replace(hardware, memory=0.0)
+    need = replace(hardware, count=1, memory=0.0)
     while need.memory < 1e15:
         need = replace(need, memory=max(need.memory * 1.05, GB))
-        if any(_try(source, need, scenario, one, context, whole_cache=whole_cache, single=single, gguf=gguf) for one in (1,)):
+        if _choices(source, need, scenario, use, context):
             break
     where = f" or {sorted(found)[0][1]}" if found else ""
     kind = "a CPU" if hardware.on_cpu else "one device"

@@ -11,6 +11,7 @@ from lmworks.errors import UserError
 from lmworks.export.gguf import weight_bits
 from lmworks.io.files import explain_damage, read_json
 from lmworks.recipe.families.registry import family_in, from_config
+from lmworks.recipe.gguf_header import files_of_model
 from lmworks.recipe.gguf_model import as_folder, find_gguf
 from lmworks.recipe.hub import locate, name_of
 from lmworks.recipe.schema.model import Model
@@ -58,6 +59,11 @@ def open_source(path: Path, gguf: Path | None = None, name: str | None = None) -
     gguf = gguf or found
     if gguf is not None and not gguf.is_file():
         raise UserError(f"--gguf {gguf} is not a file")
+    if gguf is not None and len(parts := files_of_model(gguf)) > 1:  # hashes and containers are of one file
+        raise UserError(
+            f"{gguf} is one of {len(parts)} parts of a model; join them with llama-gguf-split --merge {parts[0].name} FILE, "
+            "and give --gguf FILE"
+        )
     config = read_json(directory / "config.json")
     with explain_damage(directory / "config.json"):
         model, stored = from_config(config), stored_model(directory)
@@ -100,8 +106,8 @@ def _places(path: Path) -> tuple[Path, Path | None]:
     if (found := find_gguf(path)) is not None and not (path / "config.json").is_file():
         return as_folder(found), found
     if (path / "config.json").is_file():
-        near = [*sorted(path.glob("*.gguf")), path.parent / "gguf" / "model.gguf"]
-        return path, next((one for one in near if one.is_file()), None)
+        near = list(path.glob("*.gguf")) or [path.parent / "gguf" / "model.gguf"]
+        return path, near[0] if len(near) == 1 and near[0].is_file() else None
     if (path / "resolved.json").is_file():
         export = path / "export"
         if not (export / "huggingface" / "config.json").is_file():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shlex
 import shutil
 from contextlib import ExitStack
@@ -17,6 +18,7 @@ from lmworks.handover.megatron import Argument, copies, mapping, model_arguments
 from lmworks.handover.prompts import Prompts, read_prompts
 from lmworks.io.destinations import require_empty
 from lmworks.io.files import link_or_copy, read_json, rendered, whole_directory, write_json, write_text
+from lmworks.io.masking import mask
 from lmworks.recipe.weight_files import left_aside
 from lmworks.tokenizer import load
 from lmworks.train.data.decontamination import Decontamination
@@ -58,6 +60,7 @@ def hand_over(
     """
     out = Path(out)
     require_empty(out)
+    _require_address(rm_url)
     source = open_source(model)
     if source.quantization:
         raise UserError(f"{source.name} is quantized; hand over the model before that")
@@ -151,6 +154,15 @@ def run_arguments(
     return {"ROLLOUT_ARGS": rollout, "POLICY_ARGS": policy, "OPTIMIZER_ARGS": optimizer}
 
 
+def _require_address(url: str | None) -> None:
+    if url is None:
+        return
+    if mask(url) != url:
+        raise UserError("--rm-url has credentials, which run.sh and every list of processes would show; name a service without any")
+    if not re.fullmatch(r"https?://[^\s/?#]+\S*", url):
+        raise UserError(f"--rm-url {url!r} is no address of a service; write http://HOST:PORT/PATH")
+
+
 def _reward_arguments(rm_type: str, kinds: set[str], url: str | None) -> list[Argument]:
     """`kinds` are the rewards of the rows."""
     found = [Argument("--rm-type", rm_type, "how answers are scored where a row does not say otherwise")]
@@ -227,7 +239,8 @@ def check_back(model: Path, back: Path) -> dict[str, Any]:
     own = copies(before.model)
     missing = sorted(given.keys() - found.keys() - own.keys())
     layers = before.model.num_hidden_layers or 0
-    if lost := [name for name in missing if name.startswith("model.layers.") and int(name.split(".")[2]) >= layers]:
+    lost = [name for name in missing if name.startswith("model.layers.") and int(name.split(".")[2]) >= layers]
+    if lost and lost == missing:
         raise UserError(
             f"{back} has lost multi-token prediction ({len(lost)} tensors, such as {lost[0]}); convert again with --origin-hf-dir MODEL "
             "and --mtp-num-layers in MODEL_ARGS"

@@ -10,6 +10,7 @@ import errno
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -38,6 +39,10 @@ class Crashed(Exception):
     """The program ended without an answer; the message is its last line."""
 
 
+class Killed(Crashed):
+    """The program was killed from outside, which says nothing about what it was asked."""
+
+
 class Child:
     """A running program. `ask` sends a request and waits for its answer."""
 
@@ -50,7 +55,7 @@ class Child:
         self._thread.start()
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The program's answer. Raises `Crashed` if it ends, and with its message if it reports an error."""
+        """The program's answer. Raises `Crashed` if it ends, and with its message if it reports an error; `Killed` if it was killed."""
         assert self._process.stdin and self._process.stdout
         try:
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
@@ -58,9 +63,11 @@ class Child:
             line = self._process.stdout.readline()
         except BrokenPipeError:
             line = b""
-        if not line:
+        if not line.endswith(b"\n"):  # it may end within an answer
             code = self._process.wait()
             self._thread.join(5)
+            if code in (-signal.SIGKILL, -signal.SIGTERM):
+                raise Killed(f"{self._name} was killed (signal {-code}), as the system does where memory is short")
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
             last = next((one for one in reversed(self._lines) if one.strip()), "no message").strip()
             raise Crashed(f"{self._name} ended with {how}: {last[:300]}")
@@ -102,7 +109,10 @@ class ChildScorer:
             if is_full_disk(str(error)):  # says nothing about the engine
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from None
             raise
-        return torch.from_numpy(np.fromfile(path, np.float32).reshape(len(ids), self.vocabulary))
+        found = np.fromfile(path, np.float32)
+        if found.size != len(ids) * self.vocabulary:
+            raise Crashed(f"{self.name} has computed {found.size} logits for {len(ids)} tokens and a vocabulary of {self.vocabulary}")
+        return torch.from_numpy(found.reshape(len(ids), self.vocabulary))
 
 
 @contextmanager

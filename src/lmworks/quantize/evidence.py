@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lmworks.errors import UserError
 from lmworks.evaluate import results_folder
 from lmworks.evaluate.comparison import NothingInCommon, compare
 from lmworks.evaluate.evaluate import evaluate_model
@@ -26,7 +27,7 @@ from lmworks.model.router import Router, Routing
 from lmworks.quantize import compressed, gguf
 from lmworks.quantize.agreement import Agreement, OwnScorer, Scorer, Texts, Window, measure_agreement
 from lmworks.quantize.certificate import Evidence, TensorRecord, not_measured
-from lmworks.quantize.child import Crashed
+from lmworks.quantize.child import Crashed, Killed
 from lmworks.quantize.source import Scheme, Source
 from lmworks.recipe.schema.evaluate import Benchmark
 from lmworks.ui.terminal import bar
@@ -140,6 +141,8 @@ def gguf_evidence(scheme: Scheme, job: Job) -> Evidence:
             ) as scorer:  # fmt: skip
                 _score(evidence, scorer, scheme, job)
             evidence.speed = _speed("llama.cpp on the CPU", gguf.measure_speed, job.python, job, original, target)
+        except Killed as error:
+            raise UserError(f"{scheme.name}: {error}; free some, and quantize again") from None
         except Crashed as error:
             evidence.structure.append(f"llama.cpp does not run it: {error}")
             evidence.speed = not_measured("llama.cpp does not run it")

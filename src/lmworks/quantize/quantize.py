@@ -192,7 +192,9 @@ def _working(out: Path) -> Iterator[Path]:
     """A folder for unfinished files, removed at the end however it comes; those of killed processes are removed, too."""
     out.mkdir(parents=True, exist_ok=True)
     for left in out.glob(f"{_WORKING}*"):
-        if not machine.is_running(int(left.name.removeprefix(_WORKING))):
+        process = left.name.removeprefix(_WORKING)
+        # what has our own id is of an earlier process
+        if process.isdecimal() and (int(process) == os.getpid() or not machine.is_running(int(process))):
             shutil.rmtree(left, ignore_errors=True)
     folder = out / f"{_WORKING}{os.getpid()}"
     folder.mkdir()

@@ -6,6 +6,7 @@ The model to quantize: its weights as they are exported, its tokenizer, and a fi
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -99,8 +100,10 @@ def with_limits(scheme: Scheme, given: Sequence[str]) -> Scheme:
         name, _, value = text.partition("=")
         try:
             changed[name] = int(value) if known[name] == "int" else float(value)
+            if not 0 <= changed[name] < math.inf:
+                raise ValueError
         except (KeyError, ValueError):
-            raise UserError(f"--limit {text}: write NAME=NUMBER with one of the names {', '.join(known)}") from None
+            raise UserError(f"--limit {text}: write NAME=NUMBER, not negative, with one of the names {', '.join(known)}") from None
     return replace(scheme, limits=replace(scheme.limits, **changed))
 
 

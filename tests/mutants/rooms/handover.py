@@ -30,4 +30,12 @@ MUTANTS = [
      "cli/test_handover_command.py::test_a_copy_that_came_out_different_is_not_handed_over"),
     ("handover.slime:_place_model", " and file.name not in others", "", "slime gets no weights that are not of the model.",
      "weights/test_weight_files.py"),
+    ("handover.slime:check_back", "if lost and lost == missing:", "if lost:",
+     "A model that lacks more than its drafts is not said to have lost them.",
+     "cli/test_handover_command.py::test_lost_layers_of_multi_token_prediction_are_noticed"),
+    ("handover.slime:_require_address", "if mask(url) != url:", "if False:",
+     "Credentials of the service of rewards are in no file and no list of processes.",
+     "cli/test_handover_command.py::test_a_service_of_rewards_has_a_plain_address"),
+    ("handover.slime:_require_address", r"https?://[^\s/?#]+\S*", ".*", "The service of rewards has an address that slime can ask.",
+     "cli/test_handover_command.py::test_a_service_of_rewards_has_a_plain_address"),
 ]  # fmt: skip
