@@ -20,8 +20,9 @@ from lmworks.io import jsonl
 from lmworks.ladder import comparable
 from lmworks.ladder.comparable import Course
 from lmworks.ladder.points import size_and_tokens
-from lmworks.ladder.run import resolve
+from lmworks.ladder.run import _phases_left_out, resolve
 from lmworks.plan.laws import FittedTo, LossLaw, load_law, sigmoid_score
+from lmworks.recipe.changes import as_tree
 from lmworks.recipe.schema.units import Duration
 from lmworks.watch.ledger import Ledger, read_ledger
 from tiny_run import Tiny
@@ -277,6 +278,11 @@ def test_only_the_run_that_was_predicted_is_scored(
     assert f"it has 8,192 tokens, and the prediction 16,384; {remedy}" in refused(tokens=8192)
     assert "optimizer.weight_decay (0.1 -> 0.3)" in refused(256, 16384, "optimizer.weight_decay=0.3")
     assert "optimizer.learning_rate" in refused(256, 16384, "optimizer.learning_rate=0.1")
+    schedule = "train.phases.general.lr_schedule"
+    assert f"has another learning-rate schedule than the predicted recipe; {remedy}" in refused(256, 16384, f"{schedule}.kind=cosine")
+    assert f"and the predicted recipe at 0%; the loss depends on it, and the law of a ladder holds for one: {remedy}" in refused(
+        256, 16384, f"{schedule}.min_lr_ratio=0.1"
+    )
     assert "train.phases.general.mixture.code (0.7 -> 0.5)" in refused(256, 16384, "train.phases.general.mixture={code: 0.5, docs: 0.5}")
     assert "global_batch_tokens (256 tokens -> 512 tokens)" in refused(256, 16384, "train.phases.general.global_batch_tokens=512 tokens")
     assert refused(256, 16384, "train.seed=9") == "", "a prediction holds for every seed"
@@ -287,7 +293,9 @@ def test_only_the_run_that_was_predicted_is_scored(
     changed = json.dumps({"event": "mixture_changed", "time": 3.0, "step": 3, "mixture": {"code": 1.0}, "number": 0}) + "\n"
     assert "was changed at step 3" in refused(files={"ledger.jsonl": changed})
     bad = "".join(json.dumps({"event": "bad_step", "stage": "pretrain", "time": 3.0, "step": step}) + "\n" for step in (3, 4))
-    assert "has diverged (2 of " in refused(files={"ledger.jsonl": bad})
+    assert "has diverged (2 of " in refused(files={"ledger.jsonl": bad}) and "it tests no prediction: move it away" in refused(
+        files={"ledger.jsonl": bad}
+    )
     late = {"step": 64, "time": 3.0, "optim/learning_rate": 0.01, "validation/bits_per_byte": 2.0}
     assert "ends at 100% of its peak learning rate" in refused(files={"metrics.jsonl": json.dumps(late) + "\n"})
     assert refused() == ""
@@ -342,6 +350,75 @@ def test_rungs_of_another_recipe_are_refused(
     old = json.loads((ladder / "ladder.json").read_text(encoding="utf-8"))
     (ladder / "ladder.json").write_text(json.dumps({name: old[name] for name in ("runs", "held_out_text")}), encoding="utf-8")
     assert "fit the ladder again: lmworks ladder fit" in lmworks("ladder", "predict", ladder, *recipe, "train.seed=4").error
+
+
+def test_schedules_that_end_otherwise_and_runs_that_end_early_are_refused(
+    lmworks: Lmworks, tiny: Tiny, planted: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The recipe's own schedule ends at a tenth of the peak, those of the ladder at 0; and early stopping leaves tokens untrained."""
+    monkeypatch.setattr("lmworks.ladder.run.BOOTSTRAPS", 2)
+    ladder, odd = tmp_path / "ladder", tmp_path / "odd"
+
+    def fitted_with(*more: str) -> str:
+        shutil.rmtree(odd, ignore_errors=True)
+        planted_run(tiny, odd, 256, 8192, (), more)
+        return lmworks("ladder", "fit", ladder, *planted, odd).error
+
+    tenth = "train.phases.general.lr_schedule.min_lr_ratio=0.1"
+    assert f"{odd} ends at 10% of its peak learning rate, and {planted[0]} at 0%" in fitted_with(tenth)
+    assert f"{odd} ended at step 32 of 64, so its loss is not that of its token budget" in fitted_with(
+        "train.phases.general.tokens=16384 tokens", "train.early_stopping={patience: 2}"
+    )
+    planted_run_without_its_last_validation(odd)
+    assert f"{odd} has no finite validation/bits_per_byte behind its last step" in lmworks("ladder", "fit", ladder, *planted, odd).error
+    bad = "".join(json.dumps({"event": "bad_step", "stage": "pretrain", "time": 3.0, "step": step}) + "\n" for step in (3, 4))
+    (odd / "ledger.jsonl").write_text(bad, encoding="utf-8")
+    assert f"{odd} has diverged (2 of" in lmworks("ladder", "fit", ladder, *planted, odd).error, "whatever it ended with"
+
+    assert lmworks("ladder", "fit", ladder, *planted).code == 0
+    refused = lmworks("ladder", "predict", ladder, tiny.recipe, *words(tmp_path / "target", 512, 16384, end=0.1)).error
+    assert "ends at 10% of its peak learning rate, and the runs of the ladder at 0%" in refused
+    assert "let the schedule of its last phase end at 0 (lr_schedule.min_lr_ratio)" in refused
+    assert not (ladder / "predictions.jsonl").exists()
+
+
+def planted_run_without_its_last_validation(run_dir: Path) -> None:
+    """Its loss was not a number there."""
+    *lines, last = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    resolved = json.loads((run_dir / "resolved.json").read_text(encoding="utf-8"))
+    resolved["train"]["phases"][0]["tokens"] = "8192 tokens"
+    (run_dir / "resolved.json").write_text(json.dumps(resolved), encoding="utf-8")
+    line = json.loads(last) | {"validation/bits_per_byte": float("nan")}
+    (run_dir / "metrics.jsonl").write_text("\n".join([*lines, json.dumps(line), ""]), encoding="utf-8")
+
+
+def test_text_that_is_read_many_times_is_told(
+    lmworks: Lmworks, tiny: Tiny, planted: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the shards of the ladder: by `predict` of a run that is too long for them, and by `fit` of runs that were."""
+    monkeypatch.setattr("lmworks.ladder.run.BOOTSTRAPS", 2)
+    ladder, runs = tmp_path / "ladder", [shutil.copytree(run, tmp_path / run.name) for run in planted]
+
+    def predicted(name: str, tokens: int) -> list[str]:
+        done = lmworks("ladder", "predict", ladder, tiny.recipe, *words(tmp_path / name, 256, tokens), "--json")
+        assert done.code == 0, done.error
+        return [line for line in json.loads(done.out)["warnings"] if line.startswith("repeated text")]
+
+    def fitted() -> list[str]:
+        doubts = json.loads(lmworks("ladder", "fit", ladder, *runs, "--json").out)["doubts"]
+        return [line for line in doubts if "more than 4 times" in line]
+
+    assert fitted() == predicted("without-shards", 2_560_000) == [], "not known"
+    for run in runs:
+        shutil.copytree(tiny.run_dir / "shards", run / "shards")
+    assert fitted() == predicted("short", 16384) == []
+    (told,) = predicted("long", 2_560_000)
+    assert "the run reads a source" in told and "the predicted loss is likely too low" in told
+    planted_run(tiny, tmp_path / "eighth", 256, 2_560_000, ())
+    shutil.copytree(tiny.run_dir / "shards", tmp_path / "eighth" / "shards")
+    runs.append(tmp_path / "eighth")
+    (told,) = fitted()
+    assert told.startswith("1 of 8 runs read a source more than 4 times")
 
 
 def test_weight_decay_that_the_ladder_does_not_show_is_told(
@@ -468,10 +545,20 @@ def test_a_ladder_file_lists_a_trunk_and_branches_for_each_size(lmworks: Lmworks
         ("model.intermediate_size=64", "model.intermediate_size=64, optimizer.weight_decay=0.3", "optimizer.weight_decay (0.1 -> 0.3)"),
         ("model.intermediate_size=64", "run_dir=elsewhere", "size middle: run_dir is of each run, and the ladder sets it by out"),
         ("tune=null", "tune=null, train.seed=9", "set: train.seed is of each run, and the ladder sets it by seeds; use seeds instead"),
+        ("tune=null", "tune=null, time=1h", "set: time is of each run, and the ladder sets it by horizons; use horizons instead"),
+        ("tune=null", "tune=null, train.phases.general.lr_schedule.kind=cosine", "sets it by warmup_fraction and decay_fraction"),
+        ("out: ", "decay_fraction: 0.999\nout: ", "the shortest is of 8 steps of 256 tokens, of which 8 decay: none is left before them"),
+        ("out: ", "warmup_fraction: 0.99\nout: ", "the warm-up of 8 steps lasts longer than the 6 steps before the decay"),
     ):
         file.write_text(text.replace(before, after), encoding="utf-8")
         refused = lmworks("ladder", "run", file, "--list")
         assert refused.code == 2 and why in refused.error, refused.error
+
+
+def test_phases_that_a_ladder_leaves_out_are_named(tiny: Tiny, tmp_path: Path) -> None:
+    assert "longest phase (general) and leaves out long" in _phases_left_out(resolve(ladder_file(tmp_path, tiny.recipe)))
+    one = json.dumps([as_tree(phase) for phase in tiny.resolve().recipe.train.phases[:1]])
+    assert _phases_left_out(resolve(ladder_file(tmp_path, tiny.recipe, f"train.phases={one}"))) == ""
 
 
 def test_a_branch_has_the_learning_rates_of_a_wsd_schedule_of_its_horizon(tiny: Tiny, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import pytest
 from command import Lmworks
 
@@ -16,6 +17,7 @@ from lmworks.errors import UserError
 from lmworks.plan.counts import flops_per_token
 from lmworks.plan.laws import LAW_FILE, FittedTo, LossLaw, load_law, save_law
 from lmworks.recipe.load import load_cluster, shipped_folder
+from lmworks.ui.amounts import amount
 from lmworks.watch.ledger import read_ledger
 from tiny_run import Tiny
 
@@ -125,7 +127,7 @@ def test_a_size_that_does_not_fit_into_memory_gives_way_to_the_largest_that_does
 
 
 def test_the_loss_is_predicted_where_there_is_a_law(lmworks: Lmworks, tmp_path: Path) -> None:
-    samples = tuple((e, 20.0, 60.0, 0.3, 0.35, 0.01, 1.0) for e in (0.59, 0.61))
+    samples = tuple((e, a, 60.0, 0.3, 0.35, 0.01, 1.0) for e, a in ((0.59, 18.0), (0.61, 22.0)))
     law = LossLaw(0.6, 20.0, 60.0, 0.3, 0.35, "bits per byte", "12 runs", samples=samples)
     save_law(law, tmp_path / LAW_FILE)
     assert load_law(tmp_path) == law
@@ -136,6 +138,16 @@ def test_the_loss_is_predicted_where_there_is_a_law(lmworks: Lmworks, tmp_path: 
     assert f"predicted loss: {law.predict(active, tokens):.3f} bits per byte, 90% interval" in said
     best = min(found["budget"]["candidates"], key=lambda one: one["loss"])
     assert best["size"] == found["budget"]["chosen"], "the law decides, not 20 tokens per parameter"
+    low, high = np.quantile([LossLaw(*one[:5]).optimal_parameters(6 * active * tokens) for one in samples], [0.05, 0.95])
+    assert low < law.optimal_parameters(6 * active * tokens) < high < 2 * low
+    assert found["budget"]["why"] == (
+        f"compute-optimal for this time by the fitted law; 90% interval {amount(low)} to {amount(high)} active parameters without the "
+        "embedding look-up"
+    )
+    ratio = active * tokens / law.optimal_parameters(6 * active * tokens) ** 2
+    assert f"({ratio:,.1f} is compute-optimal by the fitted law" in said and "20 is compute-optimal" not in said
+    save_law(replace(law, undetermined="the compute-optimal size"), tmp_path / LAW_FILE)
+    assert "20 is compute-optimal" in lmworks("plan", "dense-125m", "--cluster", "8xh100", "--ladder", tmp_path).out
 
 
 def test_a_loss_far_beyond_the_runs_of_the_ladder_is_warned_of(lmworks: Lmworks, tmp_path: Path) -> None:

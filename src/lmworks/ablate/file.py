@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -79,14 +80,19 @@ class Ablation(Node):
         return None
 
 
-_INSTEAD = {"train.seed": "seeds", "run_dir": "out"}  # keys of the runs, by what says them for all runs
+_INSTEAD = {r"train\.seed": "seeds", "run_dir": "out"}  # keys of the runs, by what says them for all runs
+OF_LADDER = _INSTEAD | {"time": "horizons", r"train\.phases\.[^.]+\.lr_schedule(\..*)?": "warmup_fraction and decay_fraction"}
+OF_ABLATION = _INSTEAD | {"time": "budget"}
 
 
-def refuse_own_keys(where: str, overrides: Iterable[str], what: str) -> None:
-    """Raise `UserError` for an override of a key that a set of runs (`what`: "ladder") sets for each of its runs: it has no effect."""
-    for key in (one.partition("=")[0].strip() for one in overrides):
-        if key in _INSTEAD:
-            raise UserError(f"{where}: {key} is of each run, and the {what} sets it by {_INSTEAD[key]}; use {_INSTEAD[key]} instead")
+def refuse_own_keys(where: str, overrides: Iterable[str], what: str, instead: Mapping[str, str]) -> None:
+    """Raise `UserError` for an override of a key that a set of runs (`what`: "ladder") sets for each of its runs: it has no effect.
+    `instead` has patterns of these keys."""
+    for one in overrides:
+        key, _, value = (part.strip() for part in one.partition("="))
+        by = next((by for own, by in instead.items() if re.fullmatch(own, key)), None)
+        if by and value != "null":
+            raise UserError(f"{where}: {key} is of each run, and the {what} sets it by {by}; use {by} instead")
 
 
 def phases_of(recipe: Recipe) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lmworks.ablate.file import Ablation, Expansion, meant, refuse_own_keys
+from lmworks.ablate.file import OF_ABLATION, Ablation, Expansion, meant, refuse_own_keys
 from lmworks.ablate.kinds import kinds
 from lmworks.ablate.measures import Measure, needs_evaluation
 from lmworks.ablate.measures import resolve as resolve_measures
@@ -166,7 +166,7 @@ def resolve(path: str | Path, out: Path | None = None, speeds: Mapping[str, floa
     out = out or Path(ablation.out or f"runs/ablations/{name}")
     base = load_recipe(ablation.recipe, [*DEFAULTS, *ablation.set]).recipe
     try:
-        refuse_own_keys("set", ablation.set, "ablation")
+        refuse_own_keys("set", ablation.set, "ablation", OF_ABLATION)
         expansion = ablation.expand(base)
         if expansion.fixed_tokens and ablation.equal == "time":
             raise UserError(f"equal: time does not apply to kind {ablation.kind}, whose arms train on equal tokens; leave equal out")
@@ -208,7 +208,7 @@ def _resolve_arms(ablation: Ablation, expansion: Expansion, speeds: Mapping[str,
                 raise UserError(
                     "cannot be the name of an arm, which is that of its directory: use letters, digits, dots, dashes and underscores"
                 )
-            refuse_own_keys("its overrides", own, "ablation")
+            refuse_own_keys("its overrides", own, "ablation", OF_ABLATION)
             resolved = load_recipe(ablation.recipe, overrides)
             if not resolved.recipe.train.phases:
                 raise UserError("has no phases to train; add train.phases to the recipe")

@@ -142,7 +142,7 @@ def predict(
     folder: _FolderArgument, recipe: RecipeArgument, overrides: SetOption, size: SizeOption = None, as_json: JsonOption = False
 ) -> None:
     """Predict the held-out loss and the benchmark scores of a run that has not begun, with 90% intervals, and record the prediction."""
-    from lmworks.ladder.predictions import more_weight_decay, not_scored, other_tokenizer
+    from lmworks.ladder.predictions import more_weight_decay, not_scored, other_tokenizer, repeated_text
     from lmworks.ladder.predictions import predict as record
     from lmworks.plan.laws import load_law
     from lmworks.recipe.load import load_recipe
@@ -150,7 +150,7 @@ def predict(
     target = load_recipe(recipe, overrides, size)
     found = record(folder, target)
     warnings = load_law(folder).cautions(found.parameters, found.tokens)
-    warnings += filter(None, [more_weight_decay(folder, target.recipe)])
+    warnings += filter(None, [more_weight_decay(folder, target.recipe), repeated_text(folder, target.recipe)])
     if as_json:
         print_json(found.to_json() | {"warnings": warnings})
         return

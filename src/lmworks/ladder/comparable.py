@@ -25,6 +25,7 @@ _MAY_DIFFER = ("seed", "train.seed", "train.init_seed", "train.early_stopping")
 _MEASURE = "train.validation_bytes_per_domain"  # changes no weight, but the text that is validated on
 _EVALUATED = 20_000  # steps of a phase at which the schedule is evaluated; it is interpolated between them
 _SHOWN = 3
+_SAME_END = 0.01  # of the peak learning rate: schedules whose ends differ by less end alike
 _OF_SIZE = frozenset((
     *(f"model.{name}" for name in (
         "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "layer_types",
@@ -111,8 +112,8 @@ def require_comparable(run: Recipe, other: Recipe, name: str, run_name: str, sam
 
 
 def require_one_ladder(run: Recipe, other: Recipe, name: str, run_name: str, remedy: str = "") -> None:
-    """Raises `UserError` if two recipes of one corpus differ in more than their size, token budget, batch size, schedule and peak learning
-    rate. `require_batch_rule` compares the batch sizes, which takes all runs."""
+    """Raises `UserError` if two recipes of one corpus differ in more than their size, token budget, batch size, peak learning rate and the
+    course of the schedule to an end that they have in common. `require_batch_rule` compares the batch sizes, which takes all runs."""
     changes = [change for change in _settings(run, other, ("pretrain",)) if not _OF_SIZE.issuperset(change.keys)]
     before, after = _data_of_phases(run), _data_of_phases(other)
     if len(before) == len(after):
@@ -128,6 +129,18 @@ def require_one_ladder(run: Recipe, other: Recipe, name: str, run_name: str, rem
             f"{name} differs from {run_name} in {_shown(changes)}; the law of a ladder holds for one vocabulary, mixture and optimizer: "
             f"{remedy or _remedy(changes)}"
         )
+    end, other_end = Course.of(run).final_rate, Course.of(other).final_rate
+    if abs(end - other_end) > _SAME_END:
+        raise UserError(
+            f"{name} ends at {other_end:.0%} of its peak learning rate, and {run_name} at {end:.0%}; the loss depends on it, and the law "
+            f"of a ladder holds for one: {remedy or f'let the schedule of its last phase end at {end:.2g} (lr_schedule.min_lr_ratio)'}"
+        )
+
+
+def require_same_schedule(run: Recipe, other: Recipe, name: str, run_name: str, remedy: str) -> None:
+    """Raises `UserError` if two recipes have different learning rates, as fractions of the peak, at some step."""
+    if not np.array_equal(Course.of(run).lr_factors(), Course.of(other).lr_factors()):
+        raise UserError(f"{name} has another learning-rate schedule than {run_name}; {remedy}")
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from lmworks.plan.laws import LossLaw
 from lmworks.ui.amounts import amount
 
 LEVEL = 0.9  # of the intervals
+EPOCHS = 4.0  # of a source, up to which repeated text is nearly as good as new text (arXiv:2305.16264)
 FACTOR = 2.0  # each way: the widest interval of an optimal size that is one
 EFFECT = 0.5  # of the median, each way: the widest interval of the effect of size or tokens that is one
 _MOST_RUNS = 6  # that are proposed
@@ -41,7 +42,7 @@ class BenchmarkScore:
 @dataclass(frozen=True)
 class Point:
     """One run: active parameters (without the embedding look-up), training tokens, its measured loss, its scores by benchmark, its seed,
-    and the fewest parameters that a size of its recipe can have."""
+    the fewest parameters that a size of its recipe can have, and how often it reads the source that it reads most (0: not known)."""
 
     parameters: float
     tokens: float
@@ -49,6 +50,7 @@ class Point:
     scores: Mapping[str, BenchmarkScore] = field(default_factory=dict)
     seed: int = 0
     fewest: float = 0.0
+    epochs: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -94,11 +96,6 @@ def proposal(runs: Sequence[tuple[float, float]]) -> str:
     return "Add runs of " + ", ".join(f"{amount(size)} parameters on {amount(tokens)} tokens" for size, tokens in runs)
 
 
-def _optima(law: LossLaw, flops: float) -> np.ndarray:
-    """Logarithm of the compute-optimal size in each bootstrap fit."""
-    return np.log([LossLaw(*one[:5]).optimal_parameters(flops) for one in law.samples])
-
-
 def _effects(law: LossLaw, size: float, tokens: float) -> np.ndarray:
     """(2, fits): by how much log loss falls per unit of log size, and of log tokens."""
     e, a, b, alpha, beta, _, gamma = np.asarray(law.samples).T
@@ -111,7 +108,7 @@ def _effects(law: LossLaw, size: float, tokens: float) -> np.ndarray:
 def _untold(law: LossLaw, points: Sequence[Point]) -> Iterator[str]:
     ends = [(1 - LEVEL) / 2, (1 + LEVEL) / 2]
     flops = max(6 * one.parameters * one.tokens for one in points)
-    low, high = np.exp(np.quantile(_optima(law, flops), ends))
+    low, high = np.quantile(law.optima(flops), ends)
     if high / low > FACTOR**2:
         yield f"the compute-optimal size ({amount(low)} to {amount(high)} parameters for the operations of the largest run)"
     middle = (float(np.exp(np.mean(np.log([getattr(one, name) for one in points])))) for name in ("parameters", "tokens"))
@@ -158,7 +155,7 @@ def _proposed(law: LossLaw, points: Sequence[Point], noise: float) -> Iterator[t
     size, tokens = np.array(candidates).T
     losses = np.log(e + (a / size**alpha + b / tokens**beta) ** gamma)
     flops = max(6 * one.parameters * one.tokens for one in points)
-    table = np.column_stack([_optima(law, flops), losses])
+    table = np.column_stack([np.log(law.optima(flops)), losses])
     covariance = np.cov(table, rowvar=False)
     wanted = (np.log(FACTOR) / 1.645) ** 2
     chosen: list[int] = []

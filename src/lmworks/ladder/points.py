@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any
 
 from lmworks.errors import UserError
 from lmworks.io.files import sha256_file
-from lmworks.ladder.comparable import Batch, require_batch_rule, require_one_ladder, same_training
+from lmworks.ladder.comparable import Batch, Course, require_batch_rule, require_one_ladder, same_training
 from lmworks.ladder.design import BenchmarkScore, Point
 from lmworks.metrics.divergence import divergence
 from lmworks.metrics.log import read
@@ -22,6 +23,8 @@ from lmworks.plan.laws import BENCHMARK_NAME, MOST_ITEMS
 from lmworks.recipe import scaling_laws
 from lmworks.recipe.schema.model import Model
 from lmworks.recipe.schema.recipe import Recipe
+from lmworks.shards.manifest import Manifest
+from lmworks.shards.order import Order
 from lmworks.train.data.mixture import read_changes
 
 MEASURE = "validation/bits_per_byte"
@@ -48,6 +51,15 @@ def fewest_parameters(recipe: Recipe) -> int:
     return count_by_component(sketch.model_copy(update=shape)).active_computed
 
 
+def epochs_of(run_dir: Path, recipe: Recipe) -> float:
+    """How often a recipe reads the source that it reads most, with the shards of a run; 0 where there are none, or they lack a source."""
+    endless = recipe.model_copy(update={"shards": recipe.shards.model_copy(update={"max_epochs": math.inf})})
+    try:
+        return max(share.epochs for share in Order(endless, Manifest.load(run_dir / "shards")).shares())
+    except UserError:
+        return 0.0
+
+
 def held_out_text(run_dir: Path) -> str:
     """A hash of the corpus that a run is validated on."""
     manifest = run_dir / "corpus" / "manifest.json"
@@ -72,12 +84,20 @@ def require_annealed(run: Run) -> None:
         )
 
 
-def require_trained(run_dir: Path) -> None:
-    """Raises `UserError` if a finished run has diverged: its loss is not that of its recipe."""
-    if why := divergence(run_dir, read(run_dir)):
+def require_whole(run: Run) -> None:
+    """Raises `UserError` if a finished run ended before its token budget, as by early stopping."""
+    assert run.recipe is not None
+    if (step := run.pretrain.step) < (steps := Course.of(run.recipe).timeline.steps):
         raise UserError(
-            f"{run_dir} has diverged ({why}), so its loss is not that of its recipe; leave it out, or run it again at a lower learning rate"
+            f"{run.directory} ended at step {step:,} of {steps:,}, so its loss is not that of its token budget; run the recipe again "
+            "without train.early_stopping"
         )
+
+
+def require_trained(run_dir: Path, remedy: str = "leave it out, or run it again at a lower learning rate") -> None:
+    """Raises `UserError` if a run has diverged: its loss is not that of its recipe."""
+    if why := divergence(run_dir, read(run_dir)):
+        raise UserError(f"{run_dir} has diverged ({why}), so its loss is not that of its recipe; {remedy}")
 
 
 def require_mixture_kept(run_dir: Path) -> None:
@@ -128,9 +148,9 @@ def _score(run: Run, name: str) -> BenchmarkScore | None:
 def read_points(runs: list[Path]) -> list[Point]:
     """The points of finished runs, in this order.
 
-    Raises `UserError` for a run that is not finished, whose learning rate did not decay, that is listed twice (a copy of a run too), that
-    differs from the first in its held-out text, tokenizer, mixture or optimizer, or in more than the size of its model; and if the batch
-    sizes follow no rule.
+    Raises `UserError` for a run that is not finished, that ended early, whose learning rate did not decay, that is listed twice (a copy of
+    a run too), that differs from the first in its held-out text, tokenizer, mixture, optimizer or final learning rate, or in more than the
+    size of its model; and if the batch sizes follow no rule.
     """
     points: list[Point] = []
     recipes: list[Recipe] = []
@@ -140,8 +160,14 @@ def read_points(runs: list[Path]) -> list[Point]:
             raise UserError(f"{run_dir} is listed twice; each run counts once")
         held_out_text(run_dir)
         run = read_run(run_dir, judge=False)
-        if run.recipe is None or (measured := finished(run)) is None:
-            raise UserError(f"{run_dir} has not finished pretraining with a validation at its end; run: lmworks pretrain {run_dir}")
+        require_trained(run_dir)
+        if run.recipe is None or not run.pretrain.done:
+            raise UserError(f"{run_dir} has not finished pretraining; run: lmworks pretrain {run_dir}")
+        require_whole(run)
+        if (measured := finished(run)) is None:
+            raise UserError(
+                f"{run_dir} has no finite {MEASURE} behind its last step; leave it out, or run it again with train.validate_every=100%"
+            )
         if held_out_text(run_dir) != text:
             raise UserError(f"{run_dir} is validated on other text than {runs[0]}; a ladder needs one corpus for all its runs")
         if tokenizer_of(run_dir) != tokenizer:
@@ -149,15 +175,15 @@ def read_points(runs: list[Path]) -> list[Point]:
                 f"{run_dir} has another tokenizer than {runs[0]}; a ladder needs one for all its runs: --set tokenizer.path="
                 f"{runs[0]}/tokenizer/tokenizer.json"
             )
-        require_trained(run_dir)
         require_annealed(run)
         require_mixture_kept(run_dir)
         if recipes:
             require_one_ladder(recipes[0], run.recipe, str(run_dir), str(runs[0]))
         size, tokens = size_and_tokens(run.recipe)
-        points.append(Point(size, tokens, measured.loss, measured.scores, run.recipe.training_seed, fewest_parameters(run.recipe)))
+        seed, epochs = run.recipe.training_seed, epochs_of(run_dir, run.recipe)
+        points.append(Point(size, tokens, measured.loss, measured.scores, seed, fewest_parameters(run.recipe), epochs))
         for other, point, recipe in zip(runs, points, recipes, strict=False):
-            same = (point.parameters, point.tokens, point.seed) == (size, tokens, run.recipe.training_seed)
+            same = (point.parameters, point.tokens, point.seed) == (size, tokens, seed)
             if same and same_training(recipe, run.recipe):
                 raise UserError(
                     f"{run_dir} is the same run as {other}: same recipe and same seed; each run counts once, leave one of them out"

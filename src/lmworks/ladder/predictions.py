@@ -22,16 +22,23 @@ from lmworks.checkpoint import listing
 from lmworks.errors import UserError
 from lmworks.io import jsonl
 from lmworks.io.files import explain_damage, sha256_file, write_json
-from lmworks.ladder.comparable import Batch, Course, require_batch_rule, require_comparable, require_one_ladder
-from lmworks.ladder.design import BenchmarkScore
+from lmworks.ladder.comparable import (
+    Batch,
+    require_batch_rule,
+    require_comparable,
+    require_one_ladder,
+    require_same_schedule,
+)
+from lmworks.ladder.design import EPOCHS, BenchmarkScore
 from lmworks.ladder.points import (
-    DECAYED,
     batches_of,
+    epochs_of,
     finished,
     held_out_text,
     require_annealed,
     require_mixture_kept,
     require_trained,
+    require_whole,
     size_and_tokens,
     tokenizer_of,
 )
@@ -156,11 +163,6 @@ def predict(folder: Path, target: Resolved) -> Score:
     name = str(target.path)
     require_one_ladder(settings.recipe, recipe, name, "the runs of the ladder")
     require_batch_rule(settings.batches, Batch.of(name, recipe, size, tokens))
-    if (rate := Course.of(recipe).final_rate) > DECAYED:
-        raise UserError(
-            f"the recipe ends at {rate:.0%} of its peak learning rate, and the runs of a ladder are annealed; let the schedule of its last "
-            "phase decay (lr_schedule: {kind: wsd, min_lr_ratio: 0})"
-        )
     interval = law.interval(size, tokens, LEVEL)
     assert interval is not None, "a ladder's law has bootstrap fits"
     losses = law.draws(size, tokens)
@@ -260,7 +262,7 @@ class _Settings:
 
     held_out_text: str
     tokenizer: str
-    tokenizer_path: Path
+    first_run: Path
     recipe: Recipe
     batches: tuple[Batch, ...]
     weight_decay: float | None
@@ -278,10 +280,9 @@ def _settings(folder: Path) -> _Settings:
         batches = tuple(
             Batch(str(one["name"]), *(int(one[name]) for name in ("parameters", "tokens", "batch"))) for one in found["batches"]
         )
-        tokenizer = Path(found["runs"][0]) / "tokenizer" / "tokenizer.json"
         recipe = Recipe.model_validate(translated(found["recipe"]))
         decay = float(found["weight_decay"]) if "weight_decay" in found else None
-        return _Settings(str(found["held_out_text"]), str(found["tokenizer"]), tokenizer, recipe, batches, decay)
+        return _Settings(str(found["held_out_text"]), str(found["tokenizer"]), Path(found["runs"][0]), recipe, batches, decay)
 
 
 def more_weight_decay(folder: Path, recipe: Recipe) -> str:
@@ -296,6 +297,18 @@ def more_weight_decay(folder: Path, recipe: Recipe) -> str:
     )
 
 
+def repeated_text(folder: Path, recipe: Recipe) -> str:
+    """What to say of a predicted run that reads its text more than `EPOCHS` times; empty if it does not, or if it is not known."""
+    found = epochs_of(_settings(folder).first_run, recipe)
+    if found <= EPOCHS:
+        return ""
+    return (
+        f"repeated text: with the shards of the ladder, the run reads a source {found:,.0f} times. The law counts tokens that are read "
+        f"again as new ones, and beyond about {EPOCHS:g} times they are worth less (arXiv:2305.16264), so the predicted loss is likely too "
+        "low: add text, or lower tokens"
+    )
+
+
 def other_tokenizer(folder: Path, recipe: Recipe) -> str:
     """What to say of a predicted run of which it is not known that it will have the tokenizer of the ladder; empty if it is."""
     settings = _settings(folder)
@@ -305,7 +318,7 @@ def other_tokenizer(folder: Path, recipe: Recipe) -> str:
         return ""
     return (
         "the run is scored only if its tokenizer is that of the ladder, and it makes its own; to be sure that it is the same, run it with "
-        f"--set tokenizer.path={settings.tokenizer_path}"
+        f"--set tokenizer.path={settings.first_run / 'tokenizer' / 'tokenizer.json'}"
     )
 
 
@@ -341,7 +354,9 @@ def _require_predicted(line: _Line, run: Run) -> None:
         predicted_recipe = Recipe.model_validate(translated(line.resolved))
         require_one_ladder(predicted_recipe, run.recipe, str(where), "the predicted recipe", remedy)
         require_comparable(predicted_recipe, run.recipe, str(where), "the predicted recipe", True, remedy)
-    require_trained(where)
+        require_same_schedule(predicted_recipe, run.recipe, str(where), "the predicted recipe", remedy)
+    require_whole(run)
+    require_trained(where, remedy="it tests no prediction: move it away")
     require_mixture_kept(where)
     require_annealed(run)
 

@@ -20,7 +20,7 @@ from pydantic import Field, field_validator
 
 from lmworks.ablate.cost import calibrate, cost, training_seconds
 from lmworks.ablate.document import cost_text
-from lmworks.ablate.file import refuse_own_keys
+from lmworks.ablate.file import OF_LADDER, refuse_own_keys
 from lmworks.ablate.run_set import (
     ALWAYS,
     DEFAULTS,
@@ -104,7 +104,7 @@ def resolve(path: Path, out: Path | None = None) -> RunSet:
     out = out or Path(ladder.out or f"runs/ladders/{ladder.name or path.stem}")
     sizes = ladder.sizes
     for where, overrides in {"set": ladder.set, **{f"size {size}": own for size, own in sizes.items()}}.items():
-        refuse_own_keys(f"{path}: {where}", overrides, "ladder")
+        refuse_own_keys(f"{path}: {where}", overrides, "ladder", OF_LADDER)
     if len(sizes) < 3:
         raise UserError(f"{path}: sizes: a law needs at least 3 sizes, and there are {len(sizes)}; add some")
     if len(sizes) * len(ladder.horizons) * len(seed_list(ladder.seeds)) > _MOST_RUNS:
@@ -147,14 +147,24 @@ def _arms_of_size(ladder: LadderFile, size: str, own: Sequence[str], out: Path) 
     phases = recipe.train.phases
     if not phases:
         raise UserError("the recipe has no phases to train; add train.phases to it")
-    pattern = max(phases, key=lambda phase: int(phase.tokens))
+    pattern = _longest(phases)
     batch = int(pattern.global_batch_tokens)
     steps = sorted(int(horizon) // batch for horizon in ladder.horizons)
     decays = [max(1, round(ladder.decay_fraction * count)) for count in steps]
     ends = [count - decay for count, decay in zip(steps, decays, strict=True)]  # of the parts of the trunk
-    if ends[0] < 1 or any(one <= before for before, one in pairwise(ends)):
-        raise UserError(f"horizons: the shortest is of {steps[0]} steps of {batch:,} tokens, or two are of almost the same; spread them")
+    if ends[0] < 1:
+        raise UserError(
+            f"horizons: the shortest is of {steps[0]} steps of {batch:,} tokens, of which {decays[0]} decay: none is left before them; "
+            "give more tokens, or lower decay_fraction or global_batch_tokens"
+        )
+    if any(one <= before for before, one in pairwise(ends)):
+        raise UserError(f"horizons: two are of almost the same number of steps of {batch:,} tokens; spread them")
     warmup = max(1, round(ladder.warmup_fraction * steps[0]))
+    if warmup > ends[0]:
+        raise UserError(
+            f"warmup_fraction: the warm-up of {warmup} steps lasts longer than the {ends[0]} steps before the decay of the shortest "
+            "horizon; lower it"
+        )
     parts = [
         _part(pattern, f"to-{count}", (end - before) * batch, {"kind": "constant", "warmup": f"{0 if before else warmup} steps"})
         for count, before, end in zip(steps, [0, *ends], ends, strict=False)
@@ -169,6 +179,10 @@ def _arms_of_size(ladder: LadderFile, size: str, own: Sequence[str], out: Path) 
         checkpoint = trunk_dir / "checkpoints" / listing.name_of(end)
         arm = _arm(ladder, f"{size}-{count * batch}", [*of_branch, *rates], [*parts[: index + 1], tail])
         yield replace(arm, branch=Branch(trunk_dir, checkpoint, end, end * batch, name))
+
+
+def _longest(phases: Sequence[Phase]) -> Phase:
+    return max(phases, key=lambda phase: int(phase.tokens))
 
 
 def _rates(trunk: Arm, directory: Path) -> list[str]:
@@ -210,6 +224,8 @@ def run_ladder(ladder: RunSet, jobs: int, on_event: Callable[[StageEvent], None]
     require_folder(out)
     with RunLock(out):
         take_directory(out, "a ladder of runs")
+        if note := _phases_left_out(ladder):
+            on_note(note)
         save_arms(ladder)
         write_text(out / FILE, ladder.text)
         prepare_data(ladder, on_event, on_note)
@@ -219,6 +235,18 @@ def run_ladder(ladder: RunSet, jobs: int, on_event: Callable[[StageEvent], None]
             on_note(cost_text(cost(ladder, seconds, jobs).to_json()))
         Runner(ladder, ladder.runs, seconds, jobs, lambda run: on_note(f"{run.arm.name}: done"), on_note).work()
     return points_of(ladder)
+
+
+def _phases_left_out(ladder: RunSet) -> str:
+    """What to say of a recipe with several phases; empty for one."""
+    phases = load_recipe(ladder.recipe, ladder.overrides).recipe.train.phases
+    longest = _longest(phases)
+    if not (others := [phase.name for phase in phases if phase is not longest]):
+        return ""
+    return (
+        f"the ladder trains on the data of the recipe's longest phase ({longest.name}) and leaves out {', '.join(others)}: its law does "
+        "not hold for a run with all of them"
+    )
 
 
 def list_runs(ladder: RunSet) -> list[dict[str, object]]:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from lmworks.errors import UserError
 from lmworks.plan.costs import seconds as seconds_of
 from lmworks.plan.counts import count_by_component, flops_per_token
@@ -186,7 +188,17 @@ class _Fitter:
             if fitting < 0:
                 raise UserError(f"no size of this model fits on {self._cluster.name}: {error}") from None
             return SIZES[fitting], f"the largest that fits into the memory ({amount(SIZES[index])} would be {why})"
-        return SIZES[index], why if served else self._optimal(index, why, tradeoff)
+        if served:
+            return SIZES[index], why
+        return SIZES[index], self._optimal(index, why, tradeoff) + self._spread(SIZES[index], tradeoff.law)
+
+    def _spread(self, size: int, law: LossLaw) -> str:
+        """The sizes that the bootstrap fits of a law find optimal for the operations of this time."""
+        if not law.samples:
+            return ""
+        recipe = self.fit(size)[0].recipe
+        low, high = np.quantile(law.optima(6.0 * count_by_component(recipe.model).active_computed * _tokens(recipe)), [0.05, 0.95])
+        return f"; 90% interval {amount(low)} to {amount(high)} active parameters without the embedding look-up"
 
     def _optimal(self, index: int, why: str, tradeoff: Tradeoff) -> str:
         """Why this size, where the sizes on both sides of the optimum are not next to each other: shapes are whole, and a vocabulary does

@@ -194,6 +194,10 @@ class LossLaw:
         ratio = (self.alpha * self.a / (self.beta * self.b)) ** (1 / (self.alpha + self.beta))
         return ratio * (flops / 6) ** (self.beta / (self.alpha + self.beta))
 
+    def optima(self, flops: float) -> np.ndarray:
+        """`optimal_parameters` of each bootstrap fit."""
+        return np.array([LossLaw(*one[:5]).optimal_parameters(flops) for one in self.samples])
+
 
 CHINCHILLA = LossLaw(1.8172, 482.01, 2085.43, 0.3478, 0.3658, source="refit of the Chinchilla data (Besiroglu et al., arXiv:2404.10102)")
 

@@ -18,7 +18,7 @@ def render(plan: Plan, budget: TimeBudget | None = None, law: LossLaw | None = N
     """All tables of the plan, with the loss that a law predicts."""
     trained = [_phases(plan), *_positions(plan), *_data(plan), *_stages(plan), _layouts(plan), _memory(plan)] if plan.phases else []
     return Group(
-        _title(plan), *_budget(budget), *_loss(plan, law), _parameters(plan), *trained, _costs(plan), *_warnings(plan),
+        _title(plan), *_budget(budget), *_loss(plan, law), _parameters(plan), *trained, _costs(plan, law), *_warnings(plan),
     )  # fmt: skip
 
 
@@ -174,7 +174,7 @@ def _memory(plan: Plan) -> Table:
     return table
 
 
-def _costs(plan: Plan) -> Table:
+def _costs(plan: Plan, law: LossLaw | None) -> Table:
     table = _table("\nCosts", "", "")
     table.columns[1].justify, table.show_header = "left", False
     cluster, files = plan.cluster, ("token files", f"at most {size(plan.disk.data)}")
@@ -206,7 +206,8 @@ def _costs(plan: Plan) -> Table:
         table.add_row("energy", f"{amount(plan.device_hours * watts / 1000)} kWh at {watts:g} W per device")
     table.add_row(
         "budget",
-        f"{plan.tokens_per_parameter:,.1f} tokens per active parameter (20 is compute-optimal; more makes a smaller model for serving)",
+        f"{plan.tokens_per_parameter:,.1f} tokens per active parameter ({_optimal_ratio(plan, law)}; more makes a smaller model for "
+        "serving)",
     )
     one, kept = plan.disk.checkpoint, plan.disk.checkpoints_kept
     table.add_row("checkpoint", f"{size(one)} each, at most {kept} kept: {size(one * kept)}")
@@ -225,6 +226,14 @@ def _costs(plan: Plan) -> Table:
     shrink = f", {plan.kv_cache_shrink:g} times smaller than without {plan.kv_cache_by}" if plan.kv_cache_shrink > 1 else ""
     table.add_row("KV cache", f"{size(plan.kv_cache)} per sequence of {plan.max_length:,} tokens in bf16{shrink}")
     return table
+
+
+def _optimal_ratio(plan: Plan, law: LossLaw | None) -> str:
+    """The compute-optimal tokens per parameter: by a fitted law where it tells them, at the operations of the plan."""
+    if law is None or law.undetermined:
+        return "20 is compute-optimal"
+    product = float(plan.counts.active_computed) * plan.tokens
+    return f"{product / law.optimal_parameters(6 * product) ** 2:,.1f} is compute-optimal by the fitted law"
 
 
 def _warnings(plan: Plan) -> list[Text]:

@@ -84,4 +84,8 @@ MUTANTS = [
      "cli/test_plan_rates.py"),
     ("recipe.scaling_laws:optimal_timescale", "**-0.527", "**0.527", "More tokens per parameter want to forget sooner.",
      "cli/test_plan_rates.py"),
+    ("plan.render:_optimal_ratio", "if law is None or law.undetermined:", "if True:", "A fitted law tells the optimal ratio of a plan.",
+     "cli/test_plan_time.py::test_the_loss_is_predicted_where_there_is_a_law"),
+    ("plan.budget:_Fitter._spread", "if not law.samples:", "if True:", "A size that a law chose has an interval.",
+     "cli/test_plan_time.py::test_the_loss_is_predicted_where_there_is_a_law"),
 ]  # fmt: skip
