@@ -18,6 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,7 @@ def work(rank: int, ranks: int, saves: int, rows: int, folder: str) -> None:
 
         def theirs(number: int) -> Callable[[], bool]:
             future = dcp.async_save(training.state(), checkpoint_id=f"{folder}/dcp-{number % 2}", process_group=group)
+            assert isinstance(future, Future)
             return lambda: agreed(future.done())
 
         rows_of["torch async_save"] = measure(training, saves, theirs)

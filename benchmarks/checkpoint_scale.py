@@ -31,8 +31,8 @@ def box(parameter: Parameter) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Offsets and sizes of the rank's share: experts over ep and their rows over the other ranks, matrices over tp and shards."""
     shape = parameter.shape
     if parameter.component == "experts":
-        own, rest = shape[0] // EP, SHARDS // EP * TP
-        rows = shape[1] // rest
+        own = shape[0] // EP
+        rows = shape[1] // (SHARDS // EP * TP)
         return (own * (SHARD % EP), rows * (SHARD // EP * TP + TENSOR), 0), (own, rows, shape[2])
     parts, place = (TP * SHARDS, TENSOR * SHARDS + SHARD) if parameter.is_matrix and len(shape) > 1 else (SHARDS, SHARD)
     rows = math.ceil(shape[0] / parts)

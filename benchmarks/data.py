@@ -9,6 +9,8 @@
 4. Waiting for data behind storage of 50 MB/s and 5 ms per request, at the rate of the quickstart and at a hundred times that.
 """
 
+# mypy: disable-error-code="misc"
+# (lambdas with defaults)
 from __future__ import annotations
 
 import argparse
@@ -45,7 +47,8 @@ def library_texts(megabytes: float) -> list[str]:
     """Python files of the standard library, in the order of their names, again and again."""
     paths = [path for path in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")) if "site-packages" not in path.parts]
     texts = [text for path in paths if (text := path.read_text(encoding="utf-8", errors="ignore")).strip()]
-    taken, size = [], 0
+    taken: list[str] = []
+    size = 0
     while size < megabytes * 1e6:
         text = texts[len(taken) % len(texts)]
         taken.append(text)
@@ -121,7 +124,7 @@ def reading(shards: Path, batch: int, vocab_size: int) -> None:
     for length, packing in product((512, 2048, 8192), ("concatenate", "best_fit")):
         batches = Batches(recipe_of(length, max(batch, length), vocab_size, {"code": 1.0}, packing=packing), shards)
         steps = np.random.default_rng(0).integers(0, batches.steps, 200).tolist()
-        spent, _ = seconds(lambda batches=batches, steps=steps: [batches.batch(step) for step in steps])
+        spent, _ = seconds(lambda source=batches, steps=steps: [source.batch(step) for step in steps])
         rate, lost = 200 * max(batch, length) / spent, batches.waste()["code", length]
         cost = f"cuts {lost.cut:.1%} of the documents that fit" if packing == "concatenate" else f"pads {lost.padding:.2%} of the tokens"
         print(f"  T = {length:<6}{packing:<13}{rate / 1e6:8.1f} M tokens/s; {cost}")

@@ -144,7 +144,8 @@ def main() -> None:
     for name in SETS:
         by_name = {one.name: one for one in asked if one.name.startswith(f"{name}/")}
         known = set(decontaminator.names)
-        items = [item for item in benchmarks.load(Benchmark(name=name), given.items, 0).items if f"{name}/{item.id}" in known]
+        found = benchmarks.load(Benchmark(name=name), given.items, 0).items
+        items = [item for item in found if isinstance(item, Item) and f"{name}/{item.id}" in known]
         rates = []
         for layout in LAYOUTS:
             documents = [_planted(rng.choice(hosts), layout(item, by_name[f"{name}/{item.id}"], rng), rng) for item in items]

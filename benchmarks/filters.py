@@ -35,6 +35,7 @@ from lmworks.corpus.document import Batch, Context, Document, Drop
 from lmworks.corpus.read.markup import Extractor
 from lmworks.corpus.transform.pii import mask
 from lmworks.corpus.transform.rewrite import cache_directory
+from lmworks.corpus.transform.steps import make_step
 from lmworks.recipe.schema.corpus import Source
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.steps import Clean, Pii, Rules
@@ -125,7 +126,7 @@ def kept(language: str, domain: str, found: Texts) -> Counter[str]:
     """How many documents are kept (under "") and dropped by each rule."""
     source = Source(name="one", kind="text", path="x", license="x", domain=domain, language=language)
     context = Context(source, 1, Path())
-    clean, rules = Clean().make(context), Rules().make(context)
+    clean, rules = make_step(Clean(), context), make_step(Rules(), context)
     documents = [Document(f"one/0/{number}", text, "x.py", "one", domain, language) for number, text in enumerate(found)]
     cleaned = [one for one in clean(Batch(documents)) if isinstance(one, Document)]
     return Counter(one.reason if isinstance(one, Drop) else "" for one in rules(Batch(cleaned)))

@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from pydoc_data.topics import topics
+from typing import Any
 
 import torch
 
@@ -32,7 +33,7 @@ from lmworks.tokenizer import Tokenizer
 
 LENGTHS = (1024, 4096, 16384, 32768)
 DISTANCES = (64, 256, 896, 2048, 4096)
-ARMS = {
+ARMS: dict[str, dict[str, Any]] = {
     "attention": {},
     "windows 3:1": {"sliding_window": "1Ki", "layer_types": ["sliding_attention"] * 3 + ["full_attention"]},
     "delta rule 3:1": {
@@ -40,8 +41,10 @@ ARMS = {
         "gated_delta": {"num_key_heads": 4, "num_value_heads": 4, "key_head_dim": 64, "value_head_dim": 64},
     },
 }  # fmt: skip
-_SHAPE = {"vocab_size": 4096, "hidden_size": 256, "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 4,
-          "head_dim": 64, "intermediate_size": 704}  # fmt: skip
+_SHAPE: dict[str, Any] = {
+    "vocab_size": 4096, "hidden_size": 256, "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64,
+    "intermediate_size": 704,
+}  # fmt: skip
 _PIECE, _ROUNDS, _NEEDLE, _ROWS = 1024, 15, 24, 8
 
 

@@ -35,7 +35,7 @@ from typing import Any
 from nanochat_parts import PARTS, leave_out
 
 WIDTHS = {"1M": (128, 2), "4M": (256, 4), "16M": (384, 6)}
-RATES = {"lmworks": (0.5, 1.0, 2.0), "lmworks-dense": (0.5, 1.0, 2.0), "nanochat": (2.0, 4.0, 8.0)}
+RATES: dict[str, tuple[float, ...]] = {"lmworks": (0.5, 1.0, 2.0), "lmworks-dense": (0.5, 1.0, 2.0), "nanochat": (2.0, 4.0, 8.0)}
 VOCABULARY, LENGTH, CHARACTERS = 4096, 256, 750
 RATE, BATCH = 0.011, 8192  # of the quickstart; nanochat has --batch
 _ANNEAL = 0.135  # of the tokens, as in the quickstart

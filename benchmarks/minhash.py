@@ -8,6 +8,8 @@
 2. Seconds per million documents and bytes held per document of each stage, on synthetic sketches, doubling their number.
 """
 
+# mypy: disable-error-code="misc"
+# (lambdas with defaults)
 from __future__ import annotations
 
 import argparse
@@ -230,7 +232,7 @@ def scale(millions: list[float]) -> None:
             def join(count: int = count, pairs: np.ndarray = pairs) -> None:
                 Clusters(count).join(pairs)
 
-            stages = {
+            stages: dict[str, Callable[[], object]] = {
                 "equal texts": lambda keys=text_keys: find_copies(keys),
                 "a band": lambda band=band, stacked=stacked, limits=limits: classify_pairs(candidates(band), stacked, limits, sketching),
                 "clusters": join,

@@ -19,6 +19,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import lmworks  # noqa: F401  # isort: skip  (before torch: it sets how OpenMP waits)
 import torch
@@ -75,8 +76,10 @@ class Training:
             self.model.configure(phase.model)
         batch = self.curriculum.batch(step, 0, self.curriculum.sequences(step))
         rows, lr_factor = micro_batch_of(self.recipe, phase.sequence_length), self.curriculum.lr_factor(step)
-        limits = {"max_grad_norm": self.recipe.optimizer.max_grad_norm, "bias_update_rate": phase.bias_update_rate}
-        return float(train_step(self.model, self.optimizer, batch, micro_batch_size=rows, lr_factor=lr_factor, **limits).loss)
+        return float(train_step(
+            self.model, self.optimizer, batch, micro_batch_size=rows, lr_factor=lr_factor,
+            max_grad_norm=self.recipe.optimizer.max_grad_norm, bias_update_rate=phase.bias_update_rate,
+        ).loss)  # fmt: skip
 
     def held_out(self) -> dict[str, float]:
         phase, batches = self.curriculum.phases[-1], self.curriculum.batches
@@ -123,7 +126,7 @@ class Results:
 
     def all(self, arms: list[Arm]) -> list[dict[str, float]]:
         new = [arm for arm in arms if arm not in self.rows]
-        waiting: dict[Arm, Future[dict[str, float]]] = {arm: self._pool.submit(train, self._run, arm) for arm in new}
+        waiting: dict[Arm, Future[dict[str, Any]]] = {arm: self._pool.submit(train, self._run, arm) for arm in new}
         for arm, future in waiting.items():
             self.rows[arm] = future.result()
             with self._path.open("a", encoding="utf-8") as file:

@@ -116,13 +116,13 @@ def main() -> None:
         peer = tokenizer.reference
         megabytes = sum(len(text.encode()) for text in held) / 1e6
         spent: dict[str, list[float]] = {"lmworks": [], "tokenizers": []}
-        works: dict[str, Callable[[], object]] = {
+        encoders: dict[str, Callable[[], object]] = {
             "lmworks": lambda: tokenizer.encode_batch(held), "tokenizers": lambda: peer.encode_batch_fast(held, add_special_tokens=False)}
         tokenizer.encode_batch(held[:2])
         for _ in range(given.rounds):
-            for name, work in works.items():
+            for name, encode in encoders.items():
                 begin = time.process_time()
-                work()
+                encode()
                 spent[name].append(time.process_time() - begin)
         tokens = sum(map(len, tokenizer.encode_batch(held)))
         print(f"Encoding: {megabytes:.1f} MB held out, {megabytes * 1e6 / tokens:.2f} bytes per token, median of {given.rounds}")

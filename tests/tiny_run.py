@@ -19,8 +19,8 @@ from lmworks.checkpoint.tensor_files import Reader
 from lmworks.evaluate.generation import replies
 from lmworks.evaluate.in_loop import make_evaluation
 from lmworks.metrics.log import read
-from lmworks.model import Transformer
 from lmworks.optim.optimizer import Optimizer
+from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.recipe.load import Resolved, load_recipe
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.run.runner import run_stages
@@ -170,7 +170,7 @@ def before_each_step(patch: pytest.MonkeyPatch, act: Callable[[int], None]) -> N
     """Call `act` with the step's number whenever the trainer of this process begins one."""
     honest = trainer.train_step
 
-    def observed(model: Transformer, optimizer: Optimizer, batch: Batch, **options: Any) -> StepResult:
+    def observed(model: ParallelModel, optimizer: Optimizer, batch: Batch, **options: Any) -> StepResult:
         act(batch.step)
         return honest(model, optimizer, batch, **options)
 

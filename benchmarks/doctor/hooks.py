@@ -120,7 +120,7 @@ def slow_data(factor: float, share: float = 1.0) -> None:
         own[0] += 0.3 * (time.monotonic() - began[0] - own[0])
         return found
 
-    trainer.Trainer._train_step, trainer.Trainer._observe = timed, observed  # type: ignore[method-assign]
+    trainer.Trainer._train_step, trainer.Trainer._observe = timed, observed  # type: ignore[method-assign, assignment]
 
     def change(batches: Batches, batch: Batch) -> Batch:
         if (batch.step * 0.6180339887) % 1 < share:
@@ -255,7 +255,7 @@ def rich_experts() -> None:
     from lmworks.model import balance
 
     honest = balance.load_error
-    balance.load_error = lambda counts: -honest(counts)
+    balance.load_error = lambda counts: -honest(counts)  # type: ignore[assignment]
 
 
 def quota(share: float) -> None:

@@ -252,7 +252,7 @@ def _rate(value: Sequence[float]) -> str:
 
 def page(found: Row, others: Row, half: str) -> str:
     """The tables as Markdown."""
-    about = {}
+    about: dict[str, str] = {}
     for plant in PLANTS.values():
         about.setdefault(plant.code, plant.about)
     silent = found["silent"]

@@ -78,7 +78,8 @@ def _of_scenario(case: Case) -> list[str]:
         return [Path(__file__).with_name("faulty_rank.py").read_text(encoding="utf-8")]
     if case.plant.scenario != "later":
         return []
-    return [json.dumps(scenarios.ANSWERS), *map(inspect.getsource, (scenarios._tune, scenarios._dpo, scenarios._grpo, scenarios._files))]
+    later = (scenarios._tune, scenarios._dpo, scenarios._grpo, scenarios._files)
+    return [json.dumps(scenarios.ANSWERS), *(inspect.getsource(one) for one in later)]
 
 
 def sources_digest() -> str:
@@ -132,18 +133,18 @@ def run_case(case: Case, out: Path, wall: int = _WALL) -> dict[str, Any]:
         outcome = f"failed: {outcome}"  # a healthy run that was none says nothing of false alarms
     _slim(folder, case)
     seconds = usage.ru_utime + usage.ru_stime
-    wall = time.time() - began
+    elapsed = time.time() - began
     return {
         "plant": case.plant.name, "code": case.plant.code, "dose": case.dose_name, "size": case.size_name, "seed": case.seed,
-        "folder": str(folder.relative_to(out)), "outcome": outcome, "cpu_seconds": round(seconds, 2), "wall_seconds": round(wall, 2),
-        "cpu_share": round(seconds / wall, 3),
+        "folder": str(folder.relative_to(out)), "outcome": outcome, "cpu_seconds": round(seconds, 2), "wall_seconds": round(elapsed, 2),
+        "cpu_share": round(seconds / elapsed, 3),
     }  # fmt: skip
 
 
 def _child(case: Case, out: Path, folder: Path, note: Path) -> None:
     from lmworks.run import runner
 
-    runner.write_page = lambda *given, **more: None  # the page is drawn from files that stay
+    runner.write_page = lambda *given, **more: None  # type: ignore[assignment]  # the page is drawn from files that stay
     os.setsid()
     resource.setrlimit(resource.RLIMIT_CPU, (_CPU, _CPU + 5))
     output = os.open(folder.with_name(f".{folder.name}.txt"), os.O_CREAT | os.O_TRUNC | os.O_WRONLY)

@@ -4,6 +4,8 @@ Each function gets a `Case` in a process of its own and leaves a run folder. A r
 way in which a run may end; the last line of it stands in `output.txt`, as a user would have seen it.
 """
 
+# mypy: disable-error-code="func-returns-value"
+# (calls in an expression, for their effect)
 from __future__ import annotations
 
 import json

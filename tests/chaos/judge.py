@@ -55,7 +55,7 @@ def problems(run: Run, twin: Twin) -> Iterator[str]:
     if plan.window:
         first = {rank: [line for line in lines if line["step"] < plan.window[0]] for rank, lines in records.items()}
         yield from bits(first, twin.weights, plan)
-    yield from _work_lost(run, now)
+    yield from work_lost(run, now)
     yield from written(run, twin.curve)
     if plan.same_bits and (differing := same_bits(checkpoint(run.dir), checkpoint(twin.dir))):
         yield f"the last checkpoint differs from the undisturbed one in {len(differing)} tensors, such as {differing[0]}"
@@ -149,17 +149,21 @@ def lost_at_most(records: Records) -> int:
     return max([done - again for done, again, _ in lost_steps(records)] + [0])
 
 
-def _work_lost(run: Run, records: Records) -> Iterator[str]:
-    """No checkpoint that was reported is lost, but one that was damaged; so at most one interval is, and where saves are written in the
-    background, what is trained until they are whole: the trainer waits for one before it begins the next."""
+def work_lost(run: Run, records: Records) -> Iterator[str]:
+    """No checkpoint that was reported is lost, but one that was damaged, and those behind a roll-back, which it removes; so at most one
+    interval is, and where saves are written in the background, what is trained until they are whole: the trainer waits for one before it
+    begins the next."""
     plan, damaged = run.plan, damaged_step(run)
     if plan.kind == "full disk":  # there is nowhere to save to, which is the fault
         return
     without = left_out(run)
     for done, again, when in lost_steps(records):
-        reported = [event["step"] for event in run.events("checkpoint") if event["time"] < when and event["step"] != damaged]
-        if again < max(reported, default=0):
-            yield f"the run went on from step {again}, though the checkpoint of step {max(reported)} had been reported"
+        rollbacks = [(event["time"], event["to_step"]) for event in run.events("rollback") if event["time"] < when]
+        since_then, reported = max(rollbacks, default=(0.0, 0))
+        saved = [event["step"] for event in run.events("checkpoint") if since_then < event["time"] < when and event["step"] != damaged]
+        reported = max([reported, *saved])
+        if again < reported:
+            yield f"the run went on from step {again}, though the checkpoint of step {reported} had been reported"
         # A save that is due in a window is not made.
         allowed = plan.save_every * (1 + plan.asynchronous + (damaged is not None) + bool(without))
         if (lost := sum(step not in without for step in range(again, done))) > allowed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import sys
 from collections import Counter
@@ -11,13 +12,14 @@ from typing import Any
 
 import pytest
 from campaign import Campaign, name_of, table, undisturbed
-from judge import Records, bits, lost_at_most, lost_steps, order, repeated, since, written
+from judge import Records, bits, lost_at_most, lost_steps, order, repeated, since, work_lost, written
 from plans import BORDERS, DECK, FIRST, IN_A_ROLL_BACK, LAYOUTS, PLANTED, POINTS, RAMP, STEPS, draw, harmless, overrides
 from running import Run
 from strikes import spoil
 
 from lmworks.cli.main import main
-from lmworks.parallel.splits import split_problems
+from lmworks.plan.automatic import machine_for
+from lmworks.plan.layout import problems
 from lmworks.recipe.schema.layout import layout_for, world_size
 from tiny_run import Tiny, curve
 
@@ -43,7 +45,8 @@ def test_every_plan_is_a_legal_recipe(tiny: Tiny) -> None:
         recipe = tiny.resolve(*overrides(plan), *harmless(plan)).recipe
         for ranks in {plan.ranks, plan.ranks - plan.resized}:
             layout = layout_for(recipe.layout, ranks)
-            assert not list(split_problems(recipe, layout))
+            cluster = machine_for(recipe.model_copy(update={"layout": layout}))
+            assert not [one for phase in recipe.train.phases for one in problems(recipe, cluster, layout, phase)]
             assert world_size(layout) == ranks
 
 
@@ -116,6 +119,20 @@ def test_what_follows_a_window_is_judged_by_what_was_trained_without_it() -> Non
     records: Records = {0: [line(step) | {"time": 1.0} for step in range(4)] + [line(3, "b", weights="without step 2")]}
     assert "repeated step 3" in next(repeated(records))
     assert list(repeated(since(records, 1.0))) == [] and [one["step"] for one in since(records, 1.0)[0]] == [3]
+
+
+def test_a_checkpoint_that_was_reported_is_gone_on_from_unless_a_roll_back_removed_it(tmp_path: Path) -> None:
+    run = Run(replace(draw(0), kind="skip window", window=(3, 4), save_every=1, asynchronous=False), tmp_path / "tiny.yaml", tmp_path, 0.0)
+    records: Records = {0: [line(step) | {"time": 3.0} for step in (2, 3)] + [line(step, "b") for step in (3, 4)]}
+
+    def judged(*events: tuple[str, int, float]) -> list[str]:
+        told = [{"event": name, "step": step, "to_step": 2, "skip": [3, 4], "time": when} for name, step, when in events]
+        (tmp_path / "ledger.jsonl").write_text("".join(json.dumps(event) + "\n" for event in told), encoding="utf-8")
+        return [one for one in work_lost(run, records) if "had been reported" in one]
+
+    assert judged(("checkpoint", 16, 1.0), ("rollback", 16, 2.0), ("checkpoint", 3, 4.0), ("checkpoint", 16, 6.0)) == []
+    assert judged(("checkpoint", 16, 1.0)) == ["the run went on from step 3, though the checkpoint of step 16 had been reported"]
+    assert "the checkpoint of step 4 had been" in judged(("rollback", 16, 2.0), ("checkpoint", 4, 4.0))[0]
 
 
 def test_a_run_that_nothing_has_struck_is_sound(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ def test_one_layout_suits_all_phases_and_nothing_smaller_does(name: str, where: 
     for phase in recipe.train.phases:
         assert list(problems(recipe, cluster, found.layout, phase)) == []
         assert fits(place(recipe, cluster, found.layout, phase), cluster)
-    for other in legal(recipe, cluster, longest, recipe.layout.zero):
+    for other in legal(recipe, cluster, [longest], recipe.layout.zero):
         if (other.pp, other.cp, other.tp, other.ep) == (found.layout.pp, found.layout.cp, found.layout.tp, found.layout.ep):
             break
         of_all = [place(recipe, cluster, other, phase) for phase in recipe.train.phases if not [*problems(recipe, cluster, other, phase)]]
@@ -33,6 +33,19 @@ def test_one_layout_suits_all_phases_and_nothing_smaller_does(name: str, where: 
     assert choose_layout(recipe, cluster) == found
     assert {phase.placed.layout for phase in make_plan(recipe, "", cluster).phases} == {found.layout}
     assert "every phase fits" in found.why and cluster.device in found.why
+
+
+def test_layouts_that_divide_a_step_evenly_come_first() -> None:
+    """Eight sequences on six devices: two or one ranks of several devices each, before three pairs, one of which waits for a third of the
+    step, and six ranks, of which four wait for half of it. With many sequences the six wait little."""
+    recipe, cluster = load_recipe("dense-125m").recipe, load_cluster("8xh100").model_copy(update={"devices_per_node": 6})
+    short = recipe.train.phases[0].model_copy(update={"sequence_length": 1024, "global_batch_tokens": 8 * 1024})
+    ranks = [one.dp_shard for one in legal(recipe, cluster, [short], 1)]
+    waiting = ranks.index(3)
+    assert set(ranks[:waiting]) == {1, 2} and set(ranks[waiting:-1]) == {3} and ranks[-1] == 6
+    many = short.model_copy(update={"global_batch_tokens": 128 * 1024})
+    first, *_ = legal(recipe, cluster, [many], 1)
+    assert first.dp_shard == 6
 
 
 def test_a_pipeline_gets_the_schedule_that_leaves_it_idle_least() -> None:

@@ -55,6 +55,26 @@ def test_experts_on_other_machines_are_waited_for_and_limit_the_mfu() -> None:
     assert any("the MFU is at most" in line for line in stated.warnings())
 
 
+def test_data_ranks_that_share_a_step_unevenly_wait_for_each_other() -> None:
+    """Seven devices are as good as any number: 128 sequences are 18 or 19 of each."""
+    recipe, cluster = load_recipe("dense-125m").recipe, load_cluster("8xh100").model_copy(update={"devices_per_node": 7})
+    phase = recipe.train.phases[0]
+    sequences = phase.global_batch_tokens // phase.sequence_length
+    assert sequences % 7 and not sequences % 8
+    plan = make_plan(recipe, "", cluster)
+    found, *_ = plan.phases
+    assert found.placed.layout.dp_shard == 7 and found.placed.micro_batch_size * found.placed.accumulation == -(-sequences // 7)
+    assert found.overheads.uneven_shares == pytest.approx(found.compute_seconds * (-(-sequences // 7) / (sequences / 7) - 1))
+    assert found.seconds == pytest.approx(found.compute_seconds + found.overheads.total - found.overheads.of_layout)
+    told, *_ = [line for line in plan.warnings() if "unevenly" in line]
+    waits = 1 - sequences / 7 / -(-sequences // 7)
+    assert f"7 data ranks share the {sequences} sequences of a step unevenly, and wait for each other in {waits:.2g}" in told
+    batch = int(told.rpartition("=")[2].split(",")[0])
+    changed = [f"train.phases.{one.name}.global_batch_tokens={batch}" for one in recipe.train.phases]
+    even = make_plan(load_recipe("dense-125m", changed).recipe, "", cluster)
+    assert even.overheads.uneven_shares == 0 and not [line for line in even.warnings() if "unevenly" in line]
+
+
 def test_saves_count_only_what_is_slower_than_training() -> None:
     recipe = load_recipe("dense-125m").recipe
     phase, layout = recipe.train.phases[0], Layout(dp_shard=8, zero=1)

@@ -91,6 +91,8 @@ def test_the_schedule_is_named() -> None:
         (["layout.cp=2", "tune.sequence_length=62", "tune.global_batch_tokens=620"], "layout: cp 2 does not divide sequences of 62"),
         (["layout.pp=2", f"grpo={GRPO}"], "layout: phase grpo generates with the weights that it trains, which pp 2 cannot"),
         (["layout.cp=2"], None),
+        (["layout.dp_shard=3"], None),
+        (["layout.dp_shard=9"], "layout: the 8 sequences of a step of phase anneal are fewer than the 9 data ranks"),
     ],
 )  # fmt: skip
 def test_stages_after_pretraining_are_refused_before_it(settings: list[str], reason: str | None) -> None:

@@ -74,7 +74,7 @@ def test_tensor_parallelism_is_as_small_as_fits() -> None:
     for phase in resolved.recipe.train.phases[:3]:
         chosen, _ = automatic(resolved.recipe, cluster, phase, 1)
         assert chosen is not None
-        for other in legal(resolved.recipe, cluster, phase, 1):
+        for other in legal(resolved.recipe, cluster, [phase], 1):
             smaller = (other.pp, other.cp, other.tp) < (chosen.layout.pp, chosen.layout.cp, chosen.layout.tp)
             if smaller:
                 assert place(resolved.recipe, cluster, other, phase).memory.total > cluster.memory_gib * GIB
@@ -89,7 +89,7 @@ def test_tensor_parallelism_is_as_small_as_fits() -> None:
         ({"ep": 7}, "ep 7 does not divide the 160 experts"),
         ({"dp_shard": 63}, "is 8,064 ranks, the cluster has 8,192 devices"),
         ({"zero": 3}, "ZeRO-3 cannot be combined with a pipeline"),
-        ({"dp_replicate": 64}, "the 2,048 sequences of a step of phase general are not divisible by 4,096 data ranks"),
+        ({"dp_replicate": 64}, "the 2,048 sequences of a step of phase general are fewer than the 4,096 data ranks"),
     ],
 )
 def test_illegal_layouts_are_named(change: dict[str, int], reason: str) -> None:

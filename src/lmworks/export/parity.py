@@ -279,7 +279,7 @@ def _joined(parts: Sequence[Measured]) -> Measured:
 def _use_one_table(ours: Transformer, theirs: nn.Module) -> Iterator[str]:
     """Take over their inverse frequencies where they are ours but for the last bits; yields what differs otherwise."""
     for name, table in theirs.named_buffers():
-        kind = name.rpartition("rotary_emb.")[2]
+        kind = name.rpartition(".")[2]
         mine = ours.sliding_inverse_frequencies if kind == "sliding_attention_inv_freq" else ours.inverse_frequencies
         if kind not in ("inv_freq", "full_attention_inv_freq", "sliding_attention_inv_freq") or mine is None:
             continue

@@ -104,11 +104,12 @@ class Experts(nn.Module):
 
 class MoE(nn.Module):
     """The feed-forward block of an MoE layer; returns its output and the routing. In some models the routed experts work at a narrower
-    width, between two projections (LatentMoE, arXiv:2601.18089)."""
+    width, between two projections (LatentMoE, arXiv:2601.18089). `eps` is added to the sum by which the weights of a token's
+    experts are divided."""
 
-    def __init__(self, moe: Moe, size: int, activation: str = "silu") -> None:
+    def __init__(self, moe: Moe, size: int, activation: str = "silu", eps: float = 1e-20) -> None:
         super().__init__()
-        self.router = Router(moe, size)
+        self.router = Router(moe, size, eps)
         self.experts = Experts(moe, moe.moe_latent_size or size, activation)
         self.latent_down = Linear(size, moe.moe_latent_size) if moe.moe_latent_size else None
         self.latent_up = Linear(moe.moe_latent_size, size) if moe.moe_latent_size else None

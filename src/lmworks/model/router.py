@@ -38,9 +38,9 @@ class Router(nn.Module):
     bias: Tensor
     temperature: Tensor
 
-    def __init__(self, moe: Moe, size: int) -> None:
+    def __init__(self, moe: Moe, size: int, eps: float = 1e-20) -> None:
         super().__init__()
-        self.moe = moe
+        self.moe, self.eps = moe, eps
         self.weight = nn.Parameter(torch.empty(moe.n_routed_experts, size))
         self.logit_bias = nn.Parameter(torch.empty(moe.n_routed_experts)) if moe.add_bias else None
         self.register_buffer("bias", torch.zeros(moe.n_routed_experts))
@@ -61,7 +61,7 @@ class Router(nn.Module):
             experts_NK = self._select(gates_NE.detach(), logits_NE.detach())
         weights_NK = gates_NE.gather(1, experts_NK)
         if moe.norm_topk_prob:
-            weights_NK = weights_NK / (weights_NK.sum(-1, keepdim=True) + 1e-20)
+            weights_NK = weights_NK / (weights_NK.sum(-1, keepdim=True) + self.eps)
         chosen_NE = torch.zeros_like(gates_NE).scatter_(1, experts_NK, 1.0).detach()
         losses = self._auxiliary(gates_NE, chosen_NE, B, T) if self.training and torch.is_grad_enabled() else (None, None)
         return Routing(experts_NK, weights_NK * moe.routed_scaling_factor, chosen_NE.sum(0), *losses)

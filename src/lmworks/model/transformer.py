@@ -101,7 +101,7 @@ class Block(nn.Module):
         self.ffn: MoE | SwiGLU | MLP | None = None
         factors = config.factors
         if feeds == "moe" and config.moe:
-            self.ffn = MoE(config.moe, config.hidden_size, config.hidden_act)
+            self.ffn = MoE(config.moe, config.hidden_size, config.hidden_act, config.router_eps)
         elif feeds == "mlp":
             self.ffn = feed_forward(config.hidden_size, config.intermediate_size, config.hidden_act, factors.gate)
         self.ffn_out_norm = norm(feeds != "none" and both)

@@ -5,6 +5,7 @@ Without a cluster file, this machine is the cluster: its devices, and their meas
 
 from __future__ import annotations
 
+import math
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,16 @@ from lmworks.errors import UserError
 from lmworks.host import machine
 from lmworks.host.devices import find_gpu, has_bf16
 from lmworks.metrics.system import measure_peak
-from lmworks.plan.layout import automatic, describe, devices, explain_shortage, place, suggest_fit, undividable
+from lmworks.plan.layout import (
+    Shares,
+    automatic,
+    describe,
+    devices,
+    explain_shortage,
+    place,
+    suggest_fit,
+    undividable,
+)
 from lmworks.plan.memory import GIB
 from lmworks.plan.stages import stages_as_phases
 from lmworks.recipe.load import load_resolved
@@ -119,16 +129,25 @@ def layout_of_run(run_dir: Path) -> LayoutChoice | None:
 
 
 def ranks_here(recipe: Recipe) -> tuple[int, str]:
-    """The most ranks that the steps of all phases can be divided over on this machine, and of how many devices: its GPUs, or else the cores
-    of its CPU, which share data only: what tensor, pipeline and context parallelism exchange takes longer than a core saves."""
-    found = this_machine(recipe.threads)
+    """The fewest ranks that train fastest on this machine, and of how many devices: its GPUs, or else the cores of its CPU, which share
+    data only: what tensor, pipeline and context parallelism exchange takes longer than a core saves. Eight sequences take two rounds on
+    seven ranks, and on four."""
+    found, phases = this_machine(recipe.threads), stages_as_phases(recipe).train.phases
     most, device = (machine.cores(), "CPU cores") if found.on_cpu else (found.devices_per_node, f"GPUs ({found.device})")
+    best, least = 1, math.inf
     for ranks in range(most, 1, -1):
         with suppress(UserError):
             layout = choose_layout(recipe, _with_ranks(found, ranks)).layout
-            if not found.on_cpu or layout.tp * layout.pp * layout.cp == 1:
-                return ranks, f"{ranks} of {most} {device}"
-    return 1, f"1 of {most} {device}"
+            if found.on_cpu and layout.tp * layout.pp * layout.cp > 1:
+                continue
+            shares = [Shares.of(phase, layout) for phase in phases]
+            rounds = [int(phase.tokens) / one.sequences * one.largest for phase, one in zip(phases, shares, strict=True)]
+            took = sum(rounds) * shares[0].ranks / ranks
+            if took <= least:
+                best, least = ranks, took
+            if not any(one.idle for one in shares):
+                break  # fewer take longer
+    return best, f"{best} of {most} {device}"
 
 
 def devices_of(cluster: Cluster | None, ranks: int, per_host: int, threads: int | None) -> Cluster:

@@ -1,6 +1,6 @@
 """The costs of a plan: steps, time, money and disk; and the time of a phase besides its computation.
 
-That time is communication between machines, the pipeline bubble, reading of tokens, validation and saves.
+That time is communication between machines, the pipeline bubble, uneven shares of a batch, reading of tokens, validation and saves.
 
 Between machines, each device has a link of `cluster.network_gbps`. A collective over ranks of several machines sends
 (machines - 1) / machines of its bytes through the links of each machine's ranks, which share the work (the bound that ring and tree
@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from math import ceil
 
 from lmworks.plan.counts import count_adapters
-from lmworks.plan.layout import Placement, devices
+from lmworks.plan.layout import Placement, Shares, devices
 from lmworks.plan.memory import rank_parameters
 from lmworks.plan.stages import StagePhase, lora_of
 from lmworks.recipe.parameters import parameters
@@ -140,6 +140,7 @@ class Overheads:
 
     communication: float = 0.0
     bubble: float = 0.0
+    uneven_shares: float = 0.0
     data: float = 0.0
     validation: float = 0.0
     saves: float = 0.0
@@ -183,10 +184,11 @@ def overheads(
     recipe: Recipe, cluster: Cluster, phase: Phase, placed: Placement, course: Course, compute: float, checkpoint: float
 ) -> Overheads:  # fmt: skip
     """Overheads of a phase with `compute` seconds of computation in all; a checkpoint has `checkpoint` bytes."""
-    steps, idle = course.end - course.begin, placed.bubble
+    steps, idle, uneven = course.end - course.begin, placed.bubble, Shares.of(phase, placed.layout).idle
     return Overheads(
         communication=steps * _exposed(recipe, cluster, phase, placed, compute / max(1, steps)),
         bubble=compute * idle / (1 - idle),
+        uneven_shares=compute * uneven / (1 - uneven),
         data=_reading(recipe, cluster, phase, compute),
         validation=_validation(recipe, phase, compute, course),
         saves=_saves(recipe, cluster, phase, compute, course, checkpoint),

@@ -12,7 +12,7 @@ from lmworks.host.devices import GPUS
 from lmworks.parallel.pipeline_stages import bubble, pipelined_micro_batch
 from lmworks.parallel.splits import split_problems
 from lmworks.plan.memory import GIB, Memory, activation_bytes, gathered_weights, memory
-from lmworks.plan.stages import StagePhase, has_rollouts, lora_of
+from lmworks.plan.stages import has_rollouts, lora_of
 from lmworks.recipe import checks
 from lmworks.recipe.parameters import alignment_problems
 from lmworks.recipe.schema.layout import CHECKPOINT_NONE, ActivationCheckpointing, Cluster, Layout, world_size
@@ -21,7 +21,7 @@ from lmworks.recipe.schema.train import Phase
 
 Zero = Literal[0, 1, 2, 3]
 _SCHEDULES = (("interleaved", 2), ("interleaved", 4), ("zero-bubble", 1), ("zero-bubble", 2))  # with stages per rank; simplest first
-_IDLE = 0.05  # fraction of a step: below it, other schedules than 1F1B cost more communication than they save
+_IDLE = 0.05  # fraction of a step: below it, other layouts and schedules than 1F1B cost more communication than they save
 MARGIN = 0.05  # fraction of device memory that a chosen layout leaves free, if possible: for fragmentation, libraries and the allocator
 _SHORTEST_CP_SLICE = 4096  # splitting shorter sequences costs more in communication than it saves
 
@@ -74,13 +74,32 @@ def problems(recipe: Recipe, cluster: Cluster, layout: Layout, phase: Phase | No
     yield from (text for _, text in checks.deepspeed_problems(recipe.model_copy(update={"layout": layout})))
     if phase is not None:
         yield from stage_problems(layout, phase)
-        sequences = phase.global_batch_tokens // phase.sequence_length
-        replicas = layout.dp_replicate * layout.dp_shard
-        uneven = isinstance(phase, StagePhase) and sequences >= replicas  # such rows need not be shared evenly
-        if sequences % replicas and not uneven:
-            yield f"the {sequences:,} sequences of a step of phase {phase.name} are not divisible by {replicas:,} data ranks"
-        if layout.pp > 1 and (not sequences % replicas or uneven):
-            yield from _micro_batch_problem(recipe, layout, phase, -(-sequences // replicas))
+        shares = Shares.of(phase, layout)
+        if shares.sequences < shares.ranks:
+            yield f"the {shares.sequences:,} sequences of a step of phase {phase.name} are fewer than the {shares.ranks:,} data ranks"
+        elif layout.pp > 1:
+            yield from _micro_batch_problem(recipe, layout, phase, shares.largest)
+
+
+@dataclass(frozen=True)
+class Shares:
+    """The `sequences` of a step, which data `ranks` share: the `largest` share of one, as evenly as they divide."""
+
+    sequences: int
+    ranks: int
+
+    @classmethod
+    def of(cls, phase: Phase, layout: Layout) -> Shares:
+        return cls(phase.global_batch_tokens // phase.sequence_length, layout.dp_replicate * layout.dp_shard)
+
+    @property
+    def largest(self) -> int:
+        return -(-self.sequences // self.ranks)
+
+    @property
+    def idle(self) -> float:
+        """Fraction of a step in which ranks wait on average for those with one sequence more."""
+        return 1 - self.sequences / (self.largest * self.ranks)
 
 
 def stage_problems(layout: Layout, phase: Phase) -> Iterator[str]:
@@ -112,8 +131,22 @@ def _divisors(number: int, most: int) -> list[int]:
     return [n for n in range(1, min(number, most) + 1) if number % n == 0]
 
 
-def legal(recipe: Recipe, cluster: Cluster, phase: Phase, zero: Zero) -> Iterator[Layout]:
-    """All legal layouts in order of preference: smallest pipeline, then context, tensor and expert parallelism."""
+def legal(recipe: Recipe, cluster: Cluster, phases: Sequence[Phase], zero: Zero) -> Iterator[Layout]:
+    """All layouts that are legal for some phases, in order of preference: smallest pipeline, then context, tensor and expert parallelism.
+    Those come last whose data ranks wait long for each other, because they share the sequences of a step unevenly; not on a CPU, where
+    what other axes exchange takes longer."""
+    waiting: list[tuple[float, Layout]] = []
+    for layout in _layouts(recipe, cluster, phases[0], zero):
+        if any(problem for phase in phases for problem in problems(recipe, cluster, layout, phase)):
+            continue
+        if (idle := max(Shares.of(phase, layout).idle for phase in phases)) > _IDLE and not cluster.on_cpu:
+            waiting.append((idle, layout))
+        else:
+            yield layout
+    yield from (layout for _, layout in sorted(waiting, key=lambda one: one[0]))
+
+
+def _layouts(recipe: Recipe, cluster: Cluster, phase: Phase, zero: Zero) -> Iterator[Layout]:
     model = recipe.model
     assert model.num_hidden_layers
     count = devices(cluster)
@@ -122,14 +155,12 @@ def legal(recipe: Recipe, cluster: Cluster, phase: Phase, zero: Zero) -> Iterato
             for tp in _divisors(count // pp // cp, cluster.devices_per_node):
                 dp = count // pp // cp // tp
                 for ep in _divisors(model.moe.n_routed_experts, dp * cp) if model.moe else [1]:
-                    layout = Layout.model_construct(pp=pp, dp_replicate=1, dp_shard=dp, cp=cp, tp=tp, ep=ep, zero=zero)
-                    if not any(problems(recipe, cluster, layout, phase)):
-                        yield layout
+                    yield Layout.model_construct(pp=pp, dp_replicate=1, dp_shard=dp, cp=cp, tp=tp, ep=ep, zero=zero)
 
 
 def place(recipe: Recipe, cluster: Cluster, layout: Layout, phase: Phase) -> Placement:
     """The layout with the largest micro-batch, up to that of the recipe, that fits with a margin; with one sequence if none does."""
-    per_rank = -(-(phase.global_batch_tokens // phase.sequence_length) // (layout.dp_replicate * layout.dp_shard))
+    per_rank = Shares.of(phase, layout).largest
     length, lora = int(phase.sequence_length), lora_of(phase)
     best = None
     for micro in range(min(recipe.train.micro_batch_sequences or 1, per_rank), 0, -1):
@@ -159,9 +190,7 @@ def automatic(
     """
     leanest: Placement | None = None
     tight: Placement | None = None  # the first that fits without the margin, if none fits with it
-    for layout in legal(recipe, cluster, phase, zero):
-        if any(problem for other in others for problem in problems(recipe, cluster, layout, other)):
-            continue
+    for layout in legal(recipe, cluster, (phase, *others), zero):
         placed = place(recipe, cluster, layout, phase)
         worst = max((placed, *(place(recipe, cluster, layout, other) for other in others)), key=lambda one: one.memory.total)
         if fits(worst, cluster, MARGIN):
@@ -199,7 +228,7 @@ def nearest_legal(recipe: Recipe, cluster: Cluster, wanted: Layout, phase: Phase
         return sum(abs(log2(getattr(layout, axis) / getattr(wanted, axis))) for axis in axes) + abs(layout.zero - wanted.zero)
 
     zeros: tuple[Zero, ...] = (wanted.zero, 1) if wanted.zero >= 2 else (wanted.zero,)
-    found = sorted((layout for zero in zeros for layout in legal(recipe, cluster, phase, zero)), key=distance)
+    found = sorted((layout for zero in zeros for layout in legal(recipe, cluster, [phase], zero)), key=distance)
     return next((layout for layout in found if fits(place(recipe, cluster, layout, phase), cluster)), found[0] if found else None)
 
 

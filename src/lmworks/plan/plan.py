@@ -199,6 +199,16 @@ class Plan:
                     "libraries; set a smaller train.micro_batch_sequences, or more "
                     "activation checkpointing (train.activation_checkpointing)"
                 )
+        for phase in self.phases:
+            if (waits := phase.overheads.uneven_shares) and phase.measured_seconds is None:
+                layout = phase.placed.layout
+                ranks = layout.dp_replicate * layout.dp_shard
+                batch = -(-phase.batch_tokens // (ranks * phase.sequence_length)) * ranks * phase.sequence_length
+                yield (
+                    f"{phase.name}: {ranks:,} data ranks share the {phase.batch_tokens // phase.sequence_length:,} sequences of a step "
+                    f"unevenly, and wait for each other in {waits / (waits + phase.compute_seconds):.2g} of it; set "
+                    f"global_batch_tokens={batch}, which is a multiple"
+                )
         idle: dict[tuple[float, int, int], tuple[list[str], Layout]] = {}
         for phase in self.phases:
             if self.mfu > 1 - phase.bubble:

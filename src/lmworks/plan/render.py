@@ -188,7 +188,7 @@ def _costs(plan: Plan, law: LossLaw | None) -> Table:
     table.add_row("speed", f"{amount(plan.tokens_per_second)} tokens/s at {plan.mfu:.1%} MFU ({plan.mfu_source})")
     table.add_row("time", f"{days(plan.seconds)} ({days(plan.seconds_parameters)} for 6N alone)")
     counted = vars(plan.overheads) | ({"communication": 0.0, "bubble": 0.0} if plan.layout_in_mfu else {})
-    counted["pipeline bubble"] = counted.pop("bubble")
+    counted["pipeline bubble"], counted["uneven shares of a batch"] = counted.pop("bubble"), counted.pop("uneven_shares")
     besides = ", ".join(f"{name} {days(took)}" for name, took in counted.items() if took >= 0.5)
     if besides and not plan.stages:
         table.add_row("", f"including, besides computation: {besides}")

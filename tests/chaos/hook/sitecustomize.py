@@ -64,7 +64,8 @@ def _install(folder: str) -> None:
 
     trainer.train_step, ParallelModel.forward_backward = train_step, planted  # type: ignore[assignment, method-assign]
     if "point" in plant and os.environ.get("RANK", "0") == "0":
-        _die_at(path / "died", *plant["point"], plant["since"])
+        point, times = plant["point"]
+        _die_at(path / "died", point, times, plant["since"])
 
 
 def _die_at(died: Path, point: str, times: int, since: str) -> None:

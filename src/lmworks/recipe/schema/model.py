@@ -502,6 +502,12 @@ class Model(Node):
         return mixer in ("attention", "hybrid") or (mixer != "none" and bool(getattr(self, mixer).attends))
 
     @property
+    def router_eps(self) -> float:
+        """What is added to the sum that normalizes the weights of a token's experts: as in the classes of DeepSeek-V3 and of LFM2-MoE, the
+        only one with experts beside convolutions."""
+        return 1e-20 if self.short_conv is None else 1e-6
+
+    @property
     def attention_layers(self) -> tuple[int, ...]:
         """The layers whose heads have a softmax over scores of queries and keys; layers of multi-token prediction continue the numbers."""
         return tuple(layer for layer in range(self._numbered_layers) if self.mixer(layer) in ("attention", "hybrid"))
