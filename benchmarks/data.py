@@ -223,7 +223,7 @@ def write_manifest(folder: Path, sources: dict[str, list[Shard]]) -> None:
         tokens, documents = sum(shard.tokens for shard in shards), sum(shard.documents for shard in shards)
         split = Split(tokens=tokens, bytes=tokens, documents=documents, inputs=name, shards=tuple(shards))
         listed.append(SourceShards(name=name, domain="d", train=split))
-    about = {"seed": 1, "vocab_size": 60_000, "dtype": "uint16", "tokenizer_sha256": "0", "token_bytes_sha256": "0"}
+    about = {"seed": 1, "vocab_size": 60_000, "dtype": "uint16", "tokenizer_sha256": "0" * 64, "token_bytes_sha256": "0" * 64}
     Manifest(**about, sources=tuple(listed)).save(folder / "manifest.json")
 
 

@@ -112,8 +112,8 @@ PLACES = (
         evaluate.protection _questions(4)
         evaluate.sets.benchmarks _own_items
         evaluate.sets.own_tasks _read_rows(3) _meaning(3)
-        evaluate.sets.benchmarks check_names(2)
-        evaluate.sets.sources files local_rows
+        evaluate.sets.benchmarks check_names(3)
+        evaluate.sets.sources files(2) local_rows require_ids
     """),
     (FIRST, "the formats of the export", """
         export.export check
@@ -168,7 +168,7 @@ PLACES = (
         corpus.read.standard_library parts
         corpus.read.wheel parts
         corpus.transform.rewrite _Rewriter._ask
-        evaluate.sets.benchmarks _read(2) load(2)
+        evaluate.sets.benchmarks _read(2) load(3)
         evaluate.sets.sources rows(2) hub_rows(2)
         evaluate.sets.sources wheel_path
         io.wheels named wheel member _download(3)
@@ -199,6 +199,8 @@ PLACES = (
         train.own_loop OwnLoopTrainer.save OwnLoopTrainer._saved_at
         train.observe.forgetting ForgettingMonitor.measure
         train.rollouts RolloutChecks.check
+        evaluate.logprobs BatchedLogProbs._run
+        inference.sampling choose
         weights.names _our_names to_huggingface
     """),
     (LATER, "memory that is free when it is needed", """

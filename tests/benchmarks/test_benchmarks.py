@@ -13,7 +13,7 @@ from tiny_run import Tiny
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 RUN, OUT = "RUN", "OUT"  # a run with shards, and an empty folder
 TOYS = {
-    "ablations": [OUT, "--count", "1", "--budget", "512 tokens", "--jobs", "1"],
+    "ablations": [OUT, "--count", "1", "--jobs", "1"],
     "checkpoint": ["--ranks", "1", "2", "--saves", "2", "--rows", "64"],
     "checkpoint_scale": [],
     "data": ["--megabytes", "0.5", "--rounds", "1", "--vocab-size", "512", "--batch", "8192", "--sources", "3"],
@@ -23,7 +23,7 @@ TOYS = {
         "--hidden-size", "64", "--layers", "2", "--sets", "openbookqa,winogrande", "--items", "8", "--batch-sizes", "8", "--rounds", "1",
     ],
     "minhash": ["--documents", "200", "--millions", "0.01"],
-    "muon_adamw": [RUN, "--results", f"{OUT}/muon.jsonl", "--tokens", "3000", "--seeds", "1", "--processes", "1"],
+    "muon_adamw": [RUN, "--results", f"{OUT}/muon.jsonl", "--seeds", "1", "--processes", "1"],
     "muon_sharded": ["--rounds", "1"],
     "recovery": ["--times", "1", "--arms", "eager"],
     "serving": ["--engines", f"{OUT}/none", "--shape", "dense", "--concurrent", "2", "--rounds", "2"],

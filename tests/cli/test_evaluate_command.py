@@ -93,6 +93,26 @@ def test_wrong_arguments_are_one_line(lmworks: Lmworks, tiny: Tiny, tmp_path: Pa
     assert lmworks("evaluate", run, "--tasks", ",").error == "--tasks names no set; for example: --tasks arc-easy,sciq"
 
 
+def test_sets_of_one_name_are_refused(lmworks: Lmworks, tiny: Tiny, tmp_path: Path) -> None:
+    """Their scores and outcomes would have one name, and one would be lost."""
+    save_run(tiny, run := tmp_path / "run")
+    rows = [{"question": f"what is {n}?", "choices": ["red", "green"], "answer": n % 2} for n in range(4)]
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        own_task(tmp_path / name, "colors", rows, "choices: choices")
+    both = f"{tmp_path}/a/colors.yaml,{tmp_path}/b/colors.yaml"
+    said = "evaluate.benchmarks: colors is listed twice, and its scores have one name; keep one, or rename a file"
+    assert lmworks("evaluate", f"{run}@base", "--tasks", both).error == said
+    assert lmworks("evaluate", f"{run}@base", "--tasks", f"{tmp_path}/a/colors.yaml", "--form", "cloze,cloze").error == said
+    done = lmworks("evaluate", f"{run}@base", "--tasks", f"{tmp_path}/a/colors.yaml", "--form", "auto,cloze", "--out", tmp_path / "out")
+    assert done.code == 0 and len((tmp_path / "out" / "outcomes-run@base.jsonl").read_text().splitlines()) == 4, done.err
+    for name in ("piqa.jsonl", "piqa.parquet"):
+        (tmp_path / name).write_text(lines(PIQA))
+    (tmp_path / "piqa.README.md").write_text("about the rows")
+    error = lmworks("evaluate", f"{run}@base", "--tasks", "piqa", "--data", tmp_path).error
+    assert error == f"--data {tmp_path} has piqa.jsonl and piqa.parquet, of which one would be read; keep that one"
+
+
 def test_options_of_models_are_refused_for_a_recipe(lmworks: Lmworks, tiny: Tiny, tmp_path: Path) -> None:
     """Each in one line, before a stage runs; the default value too, if it was given."""
     recipe = (tiny.recipe, "--set", f"run_dir={tmp_path / 'run'}")

@@ -122,6 +122,30 @@ def test_other_sets_of_the_same_weights_are_added(lmworks: Lmworks, run: Path, t
     assert set(json.loads(done.out)["failures"]["run@base"]) == {"colors/cloze/0-shot"}
 
 
+def test_another_chat_template_is_another_model(lmworks: Lmworks, tiny: Tiny, tmp_path: Path) -> None:
+    """It decides what a model is asked, as its tokenizer does: scores of both would stand as those of one."""
+    out, colors, model = tmp_path / "out", task(tmp_path, "colors"), export(tiny, tmp_path / "model", 0)
+    first = scored(lmworks, out, model, colors)
+    assert scored(lmworks, out, model, colors)["name"] == first["name"] == "model"
+    template = model / "chat_template.jinja"
+    template.write_text((template.read_text() if template.exists() else "") + "{# of another version #}")
+    assert scored(lmworks, out, model, colors)["name"] != "model"
+
+
+def test_a_model_without_numbers_is_not_scored(lmworks: Lmworks, tiny: Tiny, tmp_path: Path) -> None:
+    """Every comparison with NaN is false, so its first choice would count as its answer."""
+    from safetensors.torch import load_file, save_file
+
+    model = export(tiny, tmp_path / "model", 0)
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.norm.weight"][0] = float("nan")
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    cloze = "of 12 texts a log-probability that is not a number (NaN)"
+    for form, said in (("cloze", cloze), ("free", "logits of the model are not numbers")):
+        done = lmworks("evaluate", model, "--tasks", task(tmp_path, "colors"), "--form", form, "--out", tmp_path / "out", "--device", "cpu")
+        assert done.code == 2 and said in done.error and not (tmp_path / "out" / "results.json").exists()
+
+
 def test_results_of_earlier_versions_are_kept_beside(lmworks: Lmworks, run: Path, tmp_path: Path) -> None:
     """They do not say which weights they are of. What a stage has written beside the models stays too."""
     out, colors, model = tmp_path / "out", task(tmp_path, "colors"), f"{run}@base"

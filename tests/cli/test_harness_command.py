@@ -84,7 +84,7 @@ def test_options_reach_the_tasks(lmworks: Lmworks, run: Path, tmp_path: Path) ->
     options = ("--data", tmp_path / "data", "--shots", "2", "--items", "3", "--apply-chat-template", "--out", tmp_path / "out")
     done = lmworks("evaluate", run, "--harness", "piqa", *options, "--json")
     assert done.code == 0, done.err
-    (entry,) = [one for name, one in json.loads(done.out)["models"]["run@tuned"]["scores"].items() if name == "piqa/lm-eval/2-shot/acc"]
+    entry = json.loads(done.out)["models"]["run@tuned"]["scores"]["piqa/lm-eval-chat/2-shot/acc"]
     assert (entry["n"], entry["shots"]) == (3, 2)
     [prompt, *_] = [sample["arguments"][0][0] for sample in records(tmp_path / "out" / "lm-eval-run@tuned.jsonl")]
     assert (prompt.count("<|user|>"), prompt.count("<|assistant|>")) == (3, 3)
@@ -94,7 +94,7 @@ def test_options_reach_the_tasks(lmworks: Lmworks, run: Path, tmp_path: Path) ->
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").glob("lm-eval-*")}.items() >= first.items()
     assert read_json(tmp_path / "out" / "lm-eval-run@tuned.2.json")["config"]["apply_chat_template"] is False
     scores = read_json(tmp_path / "out" / "results.json")["models"]["run@tuned"]["scores"]
-    assert {"piqa/lm-eval/2-shot/acc", "piqa/lm-eval/1-shot/acc"} <= set(scores)
+    assert {"piqa/lm-eval-chat/2-shot/acc", "piqa/lm-eval/1-shot/acc"} <= set(scores)  # a question in a chat is another one
 
 
 def test_wrong_arguments_are_one_line(lmworks: Lmworks, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,6 +125,27 @@ def test_wrong_tasks_are_one_line(lmworks: Lmworks, run: Path, tmp_path: Path) -
     folder.mkdir()
     (folder / "task.yaml").write_text("task: mine\ndoc_to_text: !function code.text\n")
     assert "--trust-task-code" in lmworks("evaluate", run, "--harness", "mine", "--include-path", folder).error
+
+
+@needs_harness
+def test_prompts_that_are_cut_are_counted(lmworks: Lmworks, run: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "data" / "baber" / "piqa"
+    folder.mkdir(parents=True)
+    long = PIQA[0] | {"goal": "how to go on " * 400}
+    (folder / "validation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [long, *PIQA]))
+    done = lmworks("evaluate", f"{run}@base", "--harness", "piqa", "--data", tmp_path / "data", "--shots", "0", "--out", tmp_path / "out")
+    assert "2 of 26 requests did not fit into the context of" in " ".join(done.out.split()), done.err
+    [note] = read_json(tmp_path / "out" / "lm-eval-run@base.json")["config"]["notes"]
+    assert note.endswith("and lost their beginnings")
+
+
+def test_a_task_is_exported_with_its_own_examples(lmworks: Lmworks, tmp_path: Path) -> None:
+    """As many as `lmworks evaluate` shows, which the name of the task says."""
+    rows = [{"question": f"what is {n}?", "choices": ["red", "green"], "answer": n % 2} for n in range(10)]
+    (tmp_path / "colors.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "colors.yaml").write_text("file: colors.jsonl\nchoices: choices\nshots: 2\n")
+    done = lmworks("export-harness", tmp_path / "tasks", "--tasks", tmp_path / "colors.yaml", "--json")
+    assert [one["score"] for one in json.loads(done.out)] == ["colors/cloze/2-shot", "colors/letters/2-shot"], done.err
 
 
 def test_exported_tasks_ask_for_the_precision_that_was_scored(lmworks: Lmworks, data: Path, tmp_path: Path) -> None:

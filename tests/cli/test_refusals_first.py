@@ -174,6 +174,11 @@ def _taken_port(project: Project) -> dict[str, Any]:
     return project.tuning(metrics={"prometheus_port": project.held.getsockname()[1]})
 
 
+def _one_id(project: Project) -> dict[str, Any]:
+    row = {"id": "x", "question": "q", "choices": {"text": ["a", "b"], "label": ["A", "B"]}, "answerKey": "A"}
+    return project.tuning(evaluate={"benchmarks": [{"name": "arc-easy", "path": project.rows("arc.jsonl", row, row)}]})
+
+
 def _protect(project: Project, *rows: Any, **keys: Any) -> dict[str, Any]:
     return project.tuning(
         evaluate={"benchmarks": [], "protect": [{"name": "own", "path": project.rows("own.jsonl", *rows), "question": "q", **keys}]}
@@ -403,6 +408,7 @@ CASES: dict[str, tuple[str, str, Make]] = {
         "nowhere",
         lambda p: p.tuning(evaluate={"benchmarks": [{"name": "arc-easy", "path": "nowhere"}]}),
     ),
+    "rows of one id": ("evaluate.sets.sources require_ids", "two rows of", lambda p: _one_id(p)),
     "protected set without items": ("evaluate.protection _questions", "has no items", lambda p: _protect(p)),
     "no class": (
         "recipe.families.registry family_of",

@@ -76,6 +76,17 @@ def test_only_equal_formulations_are_compared() -> None:
         compare([a, results("c", {"z/cloze/0-shot": outcomes("+")})])
 
 
+def test_replies_that_were_drawn_otherwise_are_not_compared() -> None:
+    """pass@1 of greedy replies is another figure than that of replies at a temperature, under the same name."""
+    passed, sums = "humaneval/generate/0-shot/pass@1", {SCORE: outcomes("++--")}
+    a, b = (results(name, sums | {passed: outcomes("+-")}) for name in "ab")
+    b.scores[passed] = replace(b.scores[passed], sampling="temperature 0.8, top_p 0.95")
+    found = compare([a, b])["comparisons"][0]
+    assert [row["score"] for row in found["scores"]] == [SCORE]
+    said = "the replies of a are greedy, and those of b drawn at temperature 0.8, top_p 0.95"
+    assert found["not_comparable"] == [{"score": passed, "reason": said}]
+
+
 def test_only_common_items_count() -> None:
     a, b = outcomes("+" * 30), outcomes("-" * 30)
     del a["3"], b["4"], b["5"]
@@ -185,16 +196,18 @@ def write(folder: Path, name: str, *lines: dict[str, Any] | str) -> None:
 
 
 def test_records_are_read_and_broken_ones_are_one_line(tmp_path: Path) -> None:
-    write(tmp_path, "results.json", {"models": {"m": {"scores": {SCORE: {"examples": {"fingerprint": "f"}}}}}})
+    described = {"examples": {"fingerprint": "f"}, "temperature": 0.8, "top_p": 0.95, "form": "cloze", "truncated": 1}
+    write(tmp_path, "results.json", {"models": {"m": {"scores": {SCORE: described}}}})
     line = {"score": SCORE, "set": "sums", "id": "1", "subject": "s", "correct": False, "failure": "odd", "tokens": 7, "value": 0.5}
     write(tmp_path, "outcomes-m.jsonl", line, line | {"id": "2", "correct": True, "failure": None, "value": math.inf, "tokens": "x"})
     write(tmp_path, "documents-m.jsonl", {"document": "d", "domain": "prose", "bytes": 10, "bits": 20.0})
     write(tmp_path, "questions.jsonl", {"set": "sums", "id": "1", "question": "1+1", "answer": "2"})
     found = read_results(tmp_path, "m", "label")
     answers = found.scores[SCORE]
-    assert (answers.n, answers.score, answers.examples) == (2, 0.5, "f")
+    assert (answers.n, answers.score, answers.examples, answers.sampling) == (2, 0.5, "f", "temperature 0.8, top_p 0.95")
     assert answers.items and answers.items["1"] == Outcome("1", 0.0, "s", "", "wrong", 7, 0.5)
     assert answers.items["2"] == Outcome("2", 1.0, "s")
+    assert found.notes == [f"1 of 2 items of {SCORE} were longer than the context of the model, and lost their beginnings"]
     assert found.documents == {"d": Document("prose", 10, 20.0)} and found.questions == {("sums", "1"): ("1+1", "2")}
     write(tmp_path, "outcomes-m.jsonl", line, {"score": SCORE, "set": "sums"})
     with pytest.raises(UserError, match="line 2 has no text under 'id'"):

@@ -91,6 +91,25 @@ def test_a_choice_is_read_from_a_reply(reply: str, choice: int | None) -> None:
     assert judged.correct == (choice == 2)
 
 
+@pytest.mark.parametrize(
+    ("reply", "choices", "choice"),
+    [
+        ("-1", ("1", "-1"), 1), ("It is 1.5.", ("15", "1.5"), 1), ("x-y", ("x+y", "x-y"), 1), ("?", ("!", "?"), 1),
+        ("an", ("the", "a", "an"), 2), ("A.", ("of", "the", "a"), 0), ("", ("the", "a"), None),
+        ("An.", ("the", "a", "an"), 2), ("us", ("US", "U.S."), None), ("X.", ("x", "y"), 0),
+        ("The correct choice is B.", ("red", "blue"), 1), ("Option b", ("red", "blue"), 1), ("[B]", ("red", "blue"), 1),
+        ("Ｂ。", ("red", "blue"), 1), ("B and C", ("red", "blue", "green"), None), ("A, B", ("red", "blue"), None),
+        ("I think so", ("red",) * 12, None), ("B, I think", ("red", "blue"), 1),
+        ("का", ("की", "का"), 1), ("İ", ("red", "blue"), None),
+    ],
+)  # fmt: skip
+def test_choices_are_told_apart_by_their_signs(reply: str, choices: tuple[str, ...], choice: int | None) -> None:
+    asked = ChoiceItem("toy", "1", "", "q", choices, 0, ("q",) * len(choices), choices, "")
+    judged = forms.judge(asked, Reply(reply))
+    assert judged.extracted == (None if choice is None else "ABC"[choice])
+    assert reply or judged.failure == "no answer"
+
+
 def test_failures_are_told_apart() -> None:
     asked = item(0)
     assert forms.judge(asked, Reply("B")).failure == "wrong"
@@ -108,7 +127,13 @@ def test_failures_are_told_apart() -> None:
         ("contains", "Nile", "the Niles", False), ("number", "1,234", "The answer is 1234.0", True), ("number", "12", "3 + 9 = 12", True),
         ("number", "12", "twelve", False), ("number", "-0.5", "it is -.50", True), ("number", "12", "12 apples and 3 pears", False),
         ("number", "1/2", "it is 2", False), ("number", "5", "from 15-5", True), ("exact", "+", "+", True), ("exact", "+", "-", False),
-        ("contains", "==", "a == b", True),
+        ("contains", "==", "a == b", True), ("exact", "-5", "5", False), ("exact", "1.5", "15", False), ("exact", "3:30", "330", False),
+        ("exact", "C++", "c", False), ("exact", "C#", "C", False), ("exact", "x + y", "x - y", False), ("exact", "10²", "102", False),
+        ("contains", "1.5", "It is 15.", False), ("contains", "-5", "It is (5).", False), ("contains", "-5", "It is (−5).", True),
+        ("exact", "काल", "कल", False), ("exact", "ไม่", "ไม้", False), ("exact", "café", "cafe\u0301", True),
+        ("exact", "Straße", "STRASSE", True), ("exact", "1,000", "1000", True), ("exact", "$50", "50%", True),
+        ("exact", "the U.S.", "US", True), ("exact", "A", "a.", True),
+        ("exact", "Covid-19", "covid 19", False), ("exact", "2019–2020", "2019-2020", True),
     ],
 )  # fmt: skip
 def test_metrics_of_open_questions(metric: str, accepted: str, reply: str, correct: bool) -> None:

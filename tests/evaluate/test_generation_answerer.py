@@ -51,6 +51,18 @@ def test_a_chat_model_gets_messages_and_the_beginning_of_its_reply(byte_tokenize
     assert answerer([begun_prompt])[0][0].text == " eight"
 
 
+def test_no_bos_stands_inside_a_prompt() -> None:
+    class WithBos(ByteTokenizer):
+        prefix = (256,)
+
+        def encode(self, text: str) -> list[int]:
+            return [256, *text.encode()]
+
+    answerer = Answerer(Scripted(REPLIES), WithBos(), chat=True)
+    bare, begun = (answerer.encode(prompt("one?", prefix=prefix)) for prefix in ("", "It is"))
+    assert begun == [*bare, *b"It is"]
+
+
 def test_a_prompt_beyond_the_context_is_empty_and_truncated(byte_tokenizer: ByteTokenizer) -> None:
     answerer = Answerer(Scripted(REPLIES, context=20), byte_tokenizer, chat=False)
     done: list[int] = []

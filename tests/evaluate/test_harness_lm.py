@@ -150,6 +150,13 @@ def test_sampling(ours: HarnessLM, opened: OpenModel) -> None:
     assert len(set(ours.generate_until(instances("generate_until", *((("def ", dict(cold)),) * 2))))) == 1
 
 
+def test_a_top_p_of_zero_is_not_one(ours: HarnessLM) -> None:
+    drawn = {"until": [], "max_gen_toks": 12, "do_sample": True, "temperature": 5.0, "top_p": 0}
+    found = ours.generate_until(instances("generate_until", *((("def ", dict(drawn)),) * 3)))
+    greedy = ours.generate_until(instances("generate_until", ("def ", {"until": [], "max_gen_toks": 12})))
+    assert found == greedy * 3
+
+
 def test_options_that_are_not_there_are_refused(ours: HarnessLM) -> None:
     with pytest.raises(UserError, match="asks for the generation option num_beams, which lmworks does not have; it has do_sample"):
         ours.generate_until(instances("generate_until", ("def ", {"until": [], "num_beams": 4})))

@@ -12,14 +12,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmworks.evaluate.in_loop import LoopEvaluation, pack
+from lmworks.evaluate.in_loop import LoopEvaluation, make_evaluation, pack
 from lmworks.evaluate.logprobs import PlainLogProbs
 from lmworks.evaluate.sets import forms
 from lmworks.evaluate.sets.items import ChoiceItem
 from lmworks.metrics.log import read
 from lmworks.pages.run_page import write_page
+from lmworks.parallel.mesh import Ranks
 from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.recipe.schema.evaluate import Evaluate
+from lmworks.recipe.schema.layout import Layout
+from lmworks.recipe.schema.recipe import Recipe
 from lmworks.shards.batch import IGNORE
 from tiny_run import Tiny
 
@@ -51,6 +54,16 @@ def test_equals_the_plain_scores(small_transformer: Any, byte_tokenizer: Any) ->
         assert values[f"eval/{name}/bits_per_byte"] == pytest.approx(bits, rel=1e-5)  # fp32, batched in another shape
         assert (values[f"eval/{name}/items"], values[f"eval/{name}/chance"]) == (len(part), 0.25)
     assert len(values) == 8
+
+
+def test_items_that_lose_their_beginnings_are_counted(tmp_path: Path, byte_tokenizer: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    rows = [{"goal": "g" * size, "sol1": "a", "sol2": "b", "label": 0} for size in (10, 100, 110)]
+    (tmp_path / "piqa.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe = Recipe.model_validate({"name": "t", "evaluate": {"benchmarks": [{"name": "piqa", "path": str(tmp_path / "piqa.jsonl")}]}})
+    assert make_evaluation(recipe, byte_tokenizer, 64, 2, Ranks(Layout())) is not None
+    assert "piqa during training: 2 of 3 items are longer than 64 tokens, so they lose their beginnings" in capfd.readouterr().err
+    assert make_evaluation(recipe, byte_tokenizer, 128, 2, Ranks(Layout())) is not None
+    assert "lose their beginnings" not in capfd.readouterr().err
 
 
 SIZES = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), min_size=1, max_size=30)

@@ -40,7 +40,9 @@ def test_three_formats(tmp_path: Path, name: str, text: str) -> None:
     ("name", "text", "expected"),
     [
         ("t.json", "{", "no table of scores"),
-        ("t.json", "[1]", "no mapping `scores`"),
+        ("t.json", "[1]", "no table of scores"),
+        ("t.json", '{"scores": {"a": {"score": 0.5, "n": 10}, "a": {"score": 0.6, "n": 10}}}', "'a' is written twice in this map"),
+        ("t.yaml", "scores:\n  a: {score: 0.5, n: 10}\n  a: {score: 0.6, n: 10}\n", "3: 'a' is written twice in this map"),
         ("t.json", '{"scores": {}}', "has no scores"),
         ("t.json", '{"models": {"base": {}}}', "give its folder"),
         ("t.yaml", "scores: {a: {score: 0.5}}", "has no n"),

@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from lmworks.errors import Unavailable, UserError
-from lmworks.evaluate.sets import benchmarks, sources
-from lmworks.evaluate.sets.items import ChoiceItem, OpenItem, asked_hash
+from lmworks.evaluate.sets import benchmarks, forms, sources
+from lmworks.evaluate.sets.items import ANSWER, ChoiceItem, OpenItem, asked_hash
 from lmworks.evaluate.sets.sources import Data, rows
 from lmworks.recipe.schema.evaluate import Benchmark
 
@@ -85,6 +85,27 @@ def test_a_folder_has_splits_and_its_training_split_gives_the_examples(tmp_path:
     assert len(loaded.items) == 12 and all(one.question.startswith("Goal: goal") for one in loaded.items)
     assert loaded.origin == "train split" and all(one.question.startswith("Goal: train") for one in loaded.shown_before(loaded.items[0], 2))
     assert benchmarks.load(benchmark, None, 2).examples == loaded.examples
+
+
+def test_a_folder_of_other_splits_is_not_read_as_one_set(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        write(tmp_path / f"{split}.jsonl", [row | {"goal": f"{split} {row['goal']}"} for row in PIQA])
+    with pytest.raises(UserError, match="has files of test and train, and none that begins with validation; give the one file"):
+        benchmarks.load_all(Benchmark(name="piqa", path=str(tmp_path)))
+    assert len(benchmarks.load_all(Benchmark(name="piqa", path=str(tmp_path / "test.jsonl")))) == 12
+    write(tmp_path / "validation.jsonl", PIQA)
+    assert len(benchmarks.load_all(Benchmark(name="piqa", path=str(tmp_path)))) == 12
+
+
+@pytest.mark.parametrize("name", ["arc-easy", "humaneval"])
+def test_rows_of_one_id_are_refused(tmp_path: Path, name: str) -> None:
+    """Outcomes are kept and paired by it, so one of them would be lost."""
+    arc = {"id": "x", "question": "q", "choices": {"text": ["a", "b"], "label": ["A", "B"]}, "answerKey": "A"}
+    human = {"task_id": "x", "prompt": "def f():\n", "canonical_solution": "", "test": "", "entry_point": "f"}
+    path = write(tmp_path / "rows.jsonl", [arc if name == "arc-easy" else human] * 2)
+    with pytest.raises(UserError, match=rf"{name}: two rows of .*rows\.jsonl have the id 'x'; give each an id of its own, or keep one"):
+        list(benchmarks.questions(one) if (one := Benchmark(name=name, path=str(path))).name in benchmarks.CHOICE else
+             benchmarks.GENERATION[name].questions(one))  # fmt: skip
 
 
 def test_errors_of_local_files_name_file_row_and_remedy(tmp_path: Path) -> None:
@@ -164,6 +185,23 @@ def test_ten_lines_of_yaml_are_a_task(tmp_path: Path) -> None:
     assert benchmarks.most_shots(benchmark) == 4  # half of the items
 
 
+@pytest.mark.parametrize(
+    ("prompt", "asked", "cue"),
+    [
+        ("Q: {question}\\nA:", "Q: why?", "\nA:"), ("Q: {question}\\n\\nA:\\n", "Q: why?", "\n\nA:"), ("{question} =", "why? =", ""),
+        ("Question: {question}\\nAnswer:", "Question: why?", "\nAnswer:"),
+        ("Say.\\n{question}\\nThink.\\nA: ", "Say.\nwhy?\nThink.", "\nA:"),
+    ],
+)  # fmt: skip
+def test_the_prompt_of_a_task_is_the_text_before_the_answer_in_every_form(tmp_path: Path, prompt: str, asked: str, cue: str) -> None:
+    (open_,) = benchmarks.load_all(task(tmp_path, f'prompt: "{prompt}"\n', [{"question": "why?", "answer": "so"}]))
+    assert forms.free_text(open_, [open_]) == f"{asked}{cue} so\n\n{asked}{cue}"
+    row = {"question": "why?", "choices": ["so", "no"], "answer": "so"}
+    (choice,) = benchmarks.load_all(task(tmp_path, f'prompt: "{prompt}"\nchoices: choices\n', [row]))
+    assert isinstance(choice, ChoiceItem) and choice.contexts[0] == f"{asked}{cue}"
+    assert forms.letters(choice, []).contexts[0] == f"{asked}\n A. so\n B. no{cue or ANSWER}" == forms.free_text(choice, [])
+
+
 @pytest.mark.parametrize("answer", [2, "2", "C", "c", "blue"])
 def test_the_right_choice_is_a_text_a_letter_or_an_index(tmp_path: Path, answer: object) -> None:
     table = [{"question": "q", "choices": ["red", "green", "blue"], "answer": answer}]
@@ -234,6 +272,20 @@ def test_open_questions_and_examples_of_their_own(tmp_path: Path) -> None:
     (found,), (shown,) = loaded.items, loaded.examples
     assert isinstance(found, OpenItem) and found.answers == ("4", "four") and found.metric == "number"
     assert isinstance(shown, OpenItem) and shown.answers == ("2",)
+    rows_of = [{"question": "2+2?", "answer": 4}, {"question": "6+6?", "answer": "twelve"}]
+    with pytest.raises(UserError, match=r"row 1 of .*data\.jsonl: the answer 'twelve' is no number, so no reply would be right"):
+        benchmarks.load_all(task(tmp_path, "metric: number\n", rows_of))
+
+
+def test_only_the_examples_that_are_shown_are_not_asked(tmp_path: Path) -> None:
+    """Where the rows of examples and items are the same, too; how many are left out is counted."""
+    rows_of = [{"question": f"{n}+1?", "answer": n + 1} for n in range(6)]
+    benchmark = task(tmp_path, "examples: data.jsonl\n", rows_of)
+    loaded = benchmarks.load(benchmark, None, 2)
+    assert (len(loaded.items), len(loaded.examples), loaded.left_out) == (4, 2, 2)
+    assert not {one.question for one in loaded.items} & {one.question for one in loaded.examples}
+    with pytest.raises(UserError, match="mine: all items stand among its worked examples; give it others, or fewer shots"):
+        benchmarks.load(benchmark, None, 6)
 
 
 @pytest.mark.parametrize(
@@ -243,7 +295,7 @@ def test_open_questions_and_examples_of_their_own(tmp_path: Path) -> None:
         ("form: letters\n", {}, "form: letters needs choices"),
         ("prompt: none\n", {}, r"prompt: it has no \{question\}"),
         ("metric: bleu\n", {}, "metric: Input should be 'exact', 'number' or 'contains'"),
-        ("question: [\n", {}, "cannot be read"),
+        ("question: [\n", {}, "cannot be read"), ("answer: a\nanswer: b\n", {}, "mine.yaml:3: 'answer' is written twice in this map"),
         ("question: Frage\n", {"question": "q", "answer": "a"}, r"row 0 of .*data.jsonl has no column 'Frage'; it has: answer, question"),
         ("choices: choices\n", {"question": "q", "choices": ["a", "b"], "answer": "z"}, "the answer 'z' is no choice, no letter"),
         ("choices: choices\n", {"question": "q", "choices": ["a"], "answer": 0}, "1 choice; a question has 2 to 26, one per letter"),
@@ -262,9 +314,27 @@ def test_errors_of_a_task_name_the_file_and_the_key(tmp_path: Path, text: str, r
     assert "\n" not in str(caught.value)
 
 
+def test_files_with_a_byte_order_mark_and_words_that_yaml_knows(tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_bytes(b"\xef\xbb\xbf" + lines([{"question": "q", "yes": "a", "no": "b", "answer": "b"}]).encode())
+    (tmp_path / "mine.yaml").write_bytes(b"\xef\xbb\xbf" + b"file: data.jsonl\nchoices: [yes, no]\n")
+    (found,) = benchmarks.load_all(Benchmark(name="mine", file=str(tmp_path / "mine.yaml")))
+    assert isinstance(found, ChoiceItem) and (found.choices, found.answer) == (("a", "b"), 1)
+
+
+def test_hidden_copies_are_not_read_and_half_characters_are_refused(tmp_path: Path) -> None:
+    write(tmp_path / "set" / "a.jsonl", PIQA)
+    write(tmp_path / "set" / ".ipynb_checkpoints" / "a-checkpoint.jsonl", PIQA)
+    write(tmp_path / "set" / "._a.jsonl", PIQA)
+    assert len(benchmarks.load_all(Benchmark(name="piqa", path=str(tmp_path / "set")))) == 12
+    row = PIQA[0] | {"goal": "\ud83d\ude00"}
+    assert len(benchmarks.load_all(Benchmark(name="piqa", path=str(write(tmp_path / "pair.jsonl", [row]))))) == 1
+    with pytest.raises(UserError, match=r"half\.jsonl cannot be read: .*surrogates not allowed"):
+        benchmarks.load_all(Benchmark(name="piqa", path=str(write(tmp_path / "half.jsonl", [PIQA[0] | {"goal": "\ud83d"}]))))
+
+
 def test_a_hostile_task_file_is_only_read(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("file: !!python/object/apply:os.system ['touch /tmp/never']\n")
-    with pytest.raises(UserError, match="cannot be read"):
+    with pytest.raises(UserError, match="file: Input should be a valid string"):  # the tag builds nothing
         benchmarks.load_all(Benchmark(name="mine", file=str(tmp_path / "mine.yaml")))
     (tmp_path / "mine.yaml").write_text("a" * 100_000)
     with pytest.raises(UserError, match="is larger than 65,536 bytes"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lmworks.errors import UserError
 from lmworks.inference.batching import ContinuousBatch
 from lmworks.inference.sampling import Draw, GenerateOptions, adjust, choose
 from lmworks.model import Transformer
@@ -115,6 +116,15 @@ def test_the_likelihood_of_a_draw_is_under_the_penalized_distribution() -> None:
     assert token.id < 2
     assert token.drawn_logprob == pytest.approx(torch.tensor(0.5).log().item(), abs=1e-6)
     assert token.logprob == pytest.approx(-torch.tensor(float(V)).log().item(), abs=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_numbers_are_refused(temperature: float) -> None:
+    """Greedily the first of them would be chosen, and a draw would be no token at all."""
+    logits = torch.randn(2, V)
+    logits[1, 3] = float("nan")
+    with pytest.raises(UserError, match=r"the logits of the model are not numbers \(NaN\)"):
+        choose(logits, [Draw(GenerateOptions(temperature=temperature), seed) for seed in range(2)])
 
 
 def test_a_top_p_of_zero_leaves_the_likeliest_token() -> None:

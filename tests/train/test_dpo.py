@@ -209,7 +209,7 @@ def test_common_forms_are_one_pair_and_bad_rows_are_counted(tiny: Tiny, tmp_path
     wrong: list[Any] = [
         {"prompt": "x", "chosen": "same", "rejected": "same"}, {"prompt": "x", "chosen": " ", "rejected": "y"},
         {"prompt": "x", "chosen": "y"},
-        {"prompt": "x", "chosen": "word " * 200, "rejected": "y"}, "{broken", "[1]", {"prompt": "x", "chosen": 3, "rejected": "y"},
+        {"prompt": "x", "chosen": "word " * 200, "rejected": "y"}, "{broken", "[1]", {"prompt": "x", "chosen": True, "rejected": "y"},
         {"chosen": [user, good], "rejected": [{"role": "user", "content": "Bye?"}, bad]},
     ]  # fmt: skip
     made = build(tiny, write(tmp_path / "pairs.jsonl", [*forms, *wrong, pair(1, 1)]), tmp_path / "out")

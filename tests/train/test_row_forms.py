@@ -20,7 +20,7 @@ from lmworks.tokenizer import Tokenizer, load
 from lmworks.train.data import forms, preference_forms
 from lmworks.train.data.chat import build_chat_data
 from lmworks.train.data.preferences import build_preferences, read_preferences
-from lmworks.train.data.row_columns import NoRow
+from lmworks.train.data.row_columns import TURNS_IN_TEXT, NoRow
 from lmworks.train.data.row_files import read_dataset, read_files
 from lmworks.train.data.sets import Drawn
 from lmworks.train.prompts import _rows, read_prompts
@@ -81,6 +81,8 @@ def trained(tokenizer: Tokenizer, path: str, out: Path, **data: Any) -> list[lis
         {"conversations": [{"role": "human", "value": Q}, {"role": "gpt", "value": A}]},
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "What is "}, {"type": "text", "text": "2 + 3?"}]}, GOOD]},
         {"messages": [ASKED, {"role": "assistant", "content": None, "refusal": A}]},
+        {"conversations": [Q, A], "source": "stackexchange"}, {"conversation": [{"input": Q, "output": A}]},  # LIMA, Capybara
+        {"prompt": json.dumps([ASKED]), "completion": A}, {"prompt": f"\n\nHuman: {Q}\n\nAssistant:", "response": f" {A}"},
     ],
     ids=lambda row: ",".join(row),
 )  # fmt: skip
@@ -103,6 +105,8 @@ def test_one_question_and_answer_in_all_forms(row: dict[str, Any]) -> None:
         ({"prompt": [ASKED], "instruction": "Add up.", "response": A}, Q, A, "instruction"),
         ({"question": Q, "solution": A, "thinking_trajectories": ["Hm."]}, Q, A, "thinking_trajectories"),  # s1K
         ({"question": Q, "options": {"A": "five", "B": "six"}, "choices": [A], "answer": A}, Q, A, "options"),
+        ({"question": Q, "choices": [4, 7], "answer": A}, Q, A, "choices"),
+        ({"instruction": "Square it.", "input": 5, "output": 25}, "Square it.\n5", "25", ""),
         ({"messages": [ASKED, GOOD], "prompt": Q, "context": "Sums", "id": "x"}, Q, A, "context"),  # ultrachat
     ],
     ids=lambda row: ",".join(row),
@@ -115,6 +119,65 @@ def test_no_column_of_question_or_answer_is_lost_in_silence(row: dict[str, Any],
         assert [one["content"] for one in forms.convert_prompt(row, "x").messages] == [asked]
         pair = preference_forms.convert_preference({**row, "chosen": A, "rejected": B}, "x", labeled=False)
         assert [one["content"] for one in pair.prompt] == [asked]
+
+
+@pytest.mark.parametrize(
+    ("row", "note"),
+    [
+        ({"text": "Write it.", "code": "def f(): pass", "test_list": ["assert f() is None"]}, "with columns not used: code"),  # MBPP
+        ({"text": "A long bill.", "summary": "A bill.", "title": "Bill 1"}, "with columns not used: summary"),
+        ({"text": "A good film.", "label": 1}, "with columns not used: label"), ({"text": "A page.", "url": "https://x", "id": "1"}, ""),
+        ({"prompt": Q, "completion": B, "label": False}, "with a label of false, trained all the same"),
+        ({"prompt": Q, "completion": A, "label": True}, ""),
+        ({"prompt": f"\n\nHuman: {Q}\n\nAssistant:", "response": A}, TURNS_IN_TEXT),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_is_read_as_something_else_is_told(qwen: Tokenizer, tmp_path: Path, row: dict[str, Any], note: str) -> None:
+    assert tuned(qwen, jsonl(tmp_path / "a.jsonl", row), tmp_path / "out")["noted"] == ({note: 1} if note else {})
+
+
+@pytest.mark.parametrize("mark", ["\n", "\n\n"], ids=["lines", "paragraphs"])
+def test_a_question_about_a_dialogue_is_no_dialogue(mark: str) -> None:
+    asked = f"Human: Hi{mark}Assistant: Hello{mark}Human: Bye{mark}Assistant: Bye.\n\nWho spoke last?"
+    row = {"instruction": asked, "input": "", "output": f"Human: Hi{mark}Assistant: A"}
+    assert [(one["role"], one["content"]) for one in forms.convert_conversation(row).messages] == [
+        ("user", asked), ("assistant", row["output"])
+    ]  # fmt: skip
+    assert forms.convert_prompt(row, "x").messages == [{"role": "user", "content": asked}]
+    whole = f"\n\nHuman: {Q}\n\nAssistant: Sure:\nHuman: Hi\nAssistant: Hello"
+    pair = preference_forms.convert_preference({"chosen": whole, "rejected": whole + "!"}, "x", labeled=False)
+    assert pair.prompt == [ASKED] and pair.answers[0][0]["content"] == "Sure:\nHuman: Hi\nAssistant: Hello"
+
+
+@pytest.mark.parametrize("system", ["Be brief.", SYSTEM, [SYSTEM], {"from": "system", "value": [{"type": "text", "text": "Be brief."}]}])
+def test_a_system_prompt_in_a_column_is_text_or_messages(system: Any) -> None:
+    row = {"system": system, "question": Q, "answer": A, "chosen": A, "rejected": B}
+    assert forms.convert_conversation(row).messages == [SYSTEM, ASKED, GOOD]
+    assert forms.convert_prompt(row, "x").messages == [SYSTEM, ASKED]
+    assert preference_forms.convert_preference(row, "x", labeled=False).prompt == [SYSTEM, ASKED]
+    with pytest.raises(NoRow, match="malformed: system has messages that are none of the system"):
+        forms.convert_conversation({**row, "system": [ASKED]})
+
+
+@pytest.mark.parametrize("history", [5, True, "Hi", {"Hi": "Hello"}, ["Hi", "Hello"]], ids=str)
+def test_a_history_of_another_kind_costs_its_row(qwen: Tokenizer, tmp_path: Path, history: Any) -> None:
+    good = {"instruction": Q, "output": A, "history": [["Hi", "Hello"]]}
+    body = tuned(qwen, jsonl(tmp_path / "a.jsonl", good, {**good, "history": history}), tmp_path / "out")
+    assert body["train"]["conversations"] == 1 and body["left_out"] == {"history is not a list of [question, answer]": 1}
+
+
+def test_an_empty_cell_of_pandas_is_no_value() -> None:
+    row = dict.fromkeys(("instruction", "input", "system", "history", "images", "messages", "tools"), float("nan"))
+    found = forms.convert_conversation({**row, "question": Q, "answer": A})
+    assert (found.messages, found.tools) == ([ASKED, GOOD], None)
+    assert forms.convert_prompt({**row, "question": Q, "final_answer": float("nan"), "answer": 5}, "x").row["answer"] == 5
+
+
+def test_messages_of_a_tree_are_no_documents() -> None:
+    row = {"message_id": "m", "parent_id": None, "text": Q, "role": "prompter", "lang": "en"}  # OpenAssistant
+    with pytest.raises(NoRow, match=r"these are single messages, as of a tree \(OpenAssistant\): a row is a whole conversation"):
+        forms.convert_conversation(row)
 
 
 def test_a_split_of_files_that_is_not_read_is_refused(qwen: Tokenizer, tmp_path: Path) -> None:
@@ -165,6 +228,13 @@ def test_what_is_marked_not_to_be_trained_is_not(qwen: Tokenizer, tmp_path: Path
     assert body["train"]["tokens"] == len(ids)
 
 
+@pytest.mark.parametrize("thought", ["think", "i", "Sure"])
+def test_a_thought_that_is_a_part_of_what_stands_before_it_is_not_trained(qwen: Tokenizer, tmp_path: Path, thought: str) -> None:
+    rows = [{"messages": [ASKED, {"role": "assistant", "content": f"Sure<think>\n{thought}\n</think>\n\n{A}"}]}]
+    spoken = "".join(trained(qwen, jsonl(tmp_path / "a.jsonl", *rows), tmp_path / "out", thoughts={"train": False})[0])
+    assert spoken.count("<think>") == spoken.count("</think>") and f"\n{thought}\n" not in spoken and A in spoken
+
+
 def test_answers_of_a_prompt_are_not_trained_as_in_trl(qwen: Tokenizer, tmp_path: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl", {"prompt": [*EARLIER, ASKED], "completion": [GOOD]})
     assert trained(qwen, path, tmp_path / "out") == [["<think>\n\n</think>\n\nIt is 5.<|im_end|>"]]
@@ -196,6 +266,9 @@ def test_calls_and_tools_in_all_forms() -> None:
             assert found.tools == [TOOL]
             assert found.messages[1]["tool_calls"][0]["function"] == CALLED["tool_calls"][0]["function"]
             assert [one["role"] for one in found.messages] == ["user", "assistant", "tool", "assistant"]
+    row = {"query": Q, "answers": json.dumps([CALLED["tool_calls"][0]["function"]]), "tools": json.dumps([TOOL["function"]])}  # xLAM
+    found = forms.convert_conversation(row)
+    assert (found.messages, found.tools) == ([ASKED, CALLED], [TOOL])
 
 
 def test_text_without_a_template(qwen: Tokenizer, tmp_path: Path) -> None:
@@ -204,6 +277,7 @@ def test_text_without_a_template(qwen: Tokenizer, tmp_path: Path) -> None:
     assert trained(qwen, jsonl(tmp_path / "a.jsonl", {"segments": segments}), tmp_path / "one") == [[" Hello there<|im_end|>"]]
     path = jsonl(tmp_path / "b.jsonl", {"text": "one two three <|im_end|> " * 20})
     body = tuned(qwen, path, tmp_path / "two", length=16)
+    assert body["noted"] == {"of text without a template in pieces of sequence_length": 1}
     ids = [*qwen.encode_parts(["one two three <|im_end|> " * 20]), qwen.eos_id]
     assert sum(body[split]["learned_tokens"] for split in ("train", "validation")) == len(ids) - 1, "each token is a label once"
 
@@ -227,6 +301,9 @@ PAIRS: list[Any] = [
     {"input": {"messages": [ASKED]}, "preferred_output": [GOOD], "non_preferred_output": [BAD]},
     {"chosen": f"\n\nHuman: {Q}\n\nAssistant: {A}", "rejected": f"\n\nHuman: {Q}\n\nAssistant: {B}"},
     {"prompt": f"\n\nHuman: {Q}\n\nAssistant:", "chosen": f" {A}", "rejected": f" {B}"},
+    {"prompt": Q, "chosen": json.dumps([ASKED, GOOD]), "rejected": json.dumps([ASKED, BAD])},
+    {"conversation": [{"input": Q, "output": A}], "chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]},  # Capybara
+    {"chosen": [{**ASKED, "id": "1"}, GOOD], "rejected": [{**ASKED, "id": "2"}, BAD]},
 ]  # fmt: skip
 
 
@@ -234,13 +311,14 @@ PAIRS: list[Any] = [
 def test_a_pair_in_all_forms_has_its_prompt_once(row: dict[str, Any]) -> None:
     found = preference_forms.convert_preference(row, "x", labeled=False)
     assert [" ".join(str(one["content"]).split()) for one in found.prompt] == [Q]
-    assert [[str(one["content"]).strip() for one in answer] for answer in found.answers] == [[A], [B]]
+    assert [[one["content"] for one in answer] for answer in found.answers] == [[A], [B]]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", [
     row for row in PAIRS
     if isinstance(row.get("chosen"), list) and (row["chosen"][0]["role"] == "user" or isinstance(row.get("prompt"), list))
+    and "id" not in row["chosen"][0]
 ], ids=str)  # fmt: skip
 def test_conversations_of_pairs_are_those_of_trl(row: dict[str, Any]) -> None:
     from trl.data_utils import extract_prompt
@@ -331,6 +409,44 @@ def test_all_rows_of_a_file_are_used_and_a_limit_draws_evenly(qwen: Tokenizer, t
 def test_a_prompt_in_all_forms(row: dict[str, Any]) -> None:
     found = forms.convert_prompt(row, "x")
     assert found.messages == [ASKED] and found.row["answer"] == "5"
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt"),
+    [
+        ({"prompt": None, "question": Q}, Q), ({"messages": [ASKED, GOOD]}, [ASKED]), ({"prompt": json.dumps([ASKED])}, [ASKED]),
+        ({"conversations": [{"from": "human", "value": Q}]}, [ASKED]), ({"prompt": Q, "messages": [ASKED]}, Q),
+        ({"prompt": Q}, Q), ({"prompt": 7}, "7"),
+        ({"system": "Be brief.", "prompt": [ASKED, GOOD]}, [SYSTEM, ASKED]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_reward_is_given_the_prompt_that_is_asked(row: dict[str, Any], prompt: Any) -> None:
+    found = forms.convert_prompt({**row, "answer": 5, "answers": ["5"], "tools": [TOOL]}, "x").row
+    assert found["prompt"] == prompt and type(found["answer"]) is int, "as the file has it"
+
+
+def test_sequences_of_a_conversation_and_pairs_of_a_prompt_are_held_out_together(qwen: Tokenizer, tmp_path: Path) -> None:
+    """Otherwise a stage would be validated on what it trains."""
+    from test_chat_data import documents
+
+    turns = [[{"role": role, "content": f"{role} {n} {turn}"} for turn in range(3) for role in ("user", "assistant")] for n in range(20)]
+    path = jsonl(tmp_path / "chats.jsonl", *({"messages": one} for one in turns))
+    body = {"name": "mine", "kind": "files", "path": path, "answers": "each", "max_rows": 10}
+    options = {"data": [body], "sequence_length": "512 tokens", "validation_fraction": 0.3}
+    made = build_chat_data(Recipe.model_validate({"name": "t", "tune": options}), qwen, tmp_path / "chats")["data"]["mine"]
+    assert [made[split]["conversations"] for split in ("train", "validation")] == [21, 9], "three sequences of each of ten conversations"
+    sides = [{qwen.decode(ids).split("user ")[1].split()[0] for ids, _ in documents(tmp_path / "chats" / split / "mine")}
+             for split in ("train", "validation")]  # fmt: skip
+    assert [len(side) for side in sides] == [7, 3] and not sides[0] & sides[1]
+
+    pairs = jsonl(tmp_path / "pairs.jsonl", *({"prompt": f"Say {n // 3}", "chosen": f"Yes {n}", "rejected": f"No {n}"} for n in range(60)))
+    for loss, fraction, count, held_out in (("sigmoid", 0.2, 60, 12), ("kto", 0.2, 120, 24), ("simpo", 0.02, 60, 3), ("ipo", 0, 60, 0)):
+        dpo = {"data": [{"name": "mine", "kind": "files", "path": pairs}], "loss": loss, "validation_fraction": fraction}
+        build_preferences(Recipe.model_validate({"name": "t", "dpo": dpo}), qwen, tmp_path / loss)
+        read = [read_preferences(tmp_path / loss, split)[0] for split in ("train", "validation")]
+        asked = [{qwen.decode(one.ids[~one.learned].tolist()) for one, _ in side} for side in read]
+        assert sum(map(len, read)) == count and len(read[1]) == held_out and not asked[0] & asked[1]
 
 
 # files ----------------------------------------------------------------------------------------------------------------------------------

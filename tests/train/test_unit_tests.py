@@ -129,6 +129,26 @@ def test_rows_of_humaneval_are_rewards_as_they_are_published(judge: Judge, count
         assert [one.value for one in judge.all(answers, [found] * 2)] == [1, 0], row["task_id"]
 
 
+@pytest.mark.parametrize(
+    "reply",
+    [
+        "```python\n{}```\nRun it:\n```bash\npython double.py\n```", "```python\n{}```\nIt prints:\n```\n4\n```",
+        "```python\n{}```\nExample:\n```python\nprint(double(2) / 0)\n```", "~~~py\n{}~~~", "````python\n{}````",
+        "```python\n{}```\nIn another language:\n```js\nclass Double {{}}\n```",
+        "1. The program:\n   ```python\n   {}   ```", "```\ndef double(x): return 0\n```\nBetter:\n```\n{}```",
+    ],
+)  # fmt: skip
+def test_the_program_of_an_answer_is_its_last_definition(judge: Judge, reply: str) -> None:
+    said = [reply.format(f"{one.replace(chr(10), chr(10) + '   ') if reply[0] == '1' else one}\n") for one in (RIGHT, WRONG)]
+    assert [one.value for one in judge.all(said, [{"tests": "assert double(2) == 4"}] * 2)] == [1, 0]
+
+
+def test_a_program_that_is_not_run_is_not_wrong(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LMWORKS_MACHINE", "sandbox=no")
+    found = judge(RIGHT, {"tests": "assert double(2) == 4"})
+    assert (found.outcome, found.detail) == ("failed", "the program was not run: this machine has none")
+
+
 def test_tests_that_pass_without_a_program_earn_nothing_and_are_a_failure(judge: Judge) -> None:
     """Such as those whose failures a runner only reports."""
     for tests in ("print(2)", "try:\n    assert double(2) == 4\nexcept Exception:\n    pass"):

@@ -54,6 +54,15 @@ def test_one_process_answers_until_it_ends(called: Callable[..., LimitedProcess]
     assert limited(b"pass") != first
 
 
+def test_a_fork_of_the_process_does_not_answer_and_nothing_reads_the_calls(called: Callable[..., LimitedProcess]) -> None:
+    """An answer of the child would be taken for that of the next call, as the reward of another reply."""
+    limited = called()
+    first = limited(b"os.fork(), time.sleep(0.05)")
+    assert limited(b"import sys; assert sys.stdin.read() == ''") == first
+    with pytest.raises(CallFailed, match="ValueError: third"):
+        limited(b"raise ValueError('third')")
+
+
 def test_a_call_that_takes_too_much_time_ends_its_process(called: Callable[..., LimitedProcess]) -> None:
     limited, began = called(seconds=0.2), time.monotonic()
     with pytest.raises(ProcessDied) as ended:

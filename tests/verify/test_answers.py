@@ -65,6 +65,7 @@ def test_what_is_stated(reply: str, answer: str) -> None:
         ("1½", "3/2"), ("The answer is 2 and 1/4", "9/4"), ("\\boxed{1.5 \\times 10^{3}}", "1500"),
         ("The answer is $1.5 million", "1500000"),
         ("\\boxed{90^\\circ}", "90"), ("\\boxed{\\dfrac34}", "3/4"), ("\\boxed{x = 5}", "5"), ("The answer is 3 * 4 = 12.", "12"),
+        ("The answer is not 3, it is 4.", "4"), ("The answer is 4. The answer is *not* 3.", "4"),
         ("\\boxed{10,\\!080}", "10080"), ("The answer is 1 000 000", "1000000"), ("\\boxed{-\\frac{1}{2}}", "-1/2"),
         ("12,34,567", "1234567"),
         ("The answer is 5 - or so", "5"), ("The answer is 5!", "5"), ("The answer is minus 5", "-5"), ("The answer is 2 dozen", "24"),

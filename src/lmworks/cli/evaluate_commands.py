@@ -309,12 +309,16 @@ def _benchmark(wanted: dict[str, Any]) -> Any:
 
 
 def _local_rows(data: str, name: str) -> str:
+    from lmworks.evaluate.sets.sources import SUFFIXES
+
     folder = Path(data).expanduser()
     if (folder / name).is_dir():
         return str(folder / name)
-    found = sorted(folder.glob(f"{name}.*"))
+    found = sorted(path for path in folder.glob(f"{name}.*") if path.name.lower().endswith(SUFFIXES))
     if not found:
         raise UserError(f"--data {data} has neither {name}/ nor {name}.jsonl, {name}.parquet or {name}.arrow")
+    if len(found) > 1:
+        raise UserError(f"--data {data} has {' and '.join(path.name for path in found)}, of which one would be read; keep that one")
     return str(found[0])
 
 

@@ -27,7 +27,7 @@ from lmworks.io import files, jsonl
 from lmworks.io.run_layout import BASE
 from lmworks.shards.indexed import IndexedFile
 from lmworks.train.data.chat import chat_shards
-from lmworks.ui.terminal import bar
+from lmworks.ui.terminal import bar, console
 from lmworks.weights.open import OpenModel
 
 _MOST = 100
@@ -37,16 +37,19 @@ _MOST = 100
 def answer_bits(data: Path, tokenizer: ChatTokenizer, logprobs: LogProbs, context: int, label: str) -> list[DocumentBits]:
     """The bits of the answers of each held-out conversation in `data`, a folder of `build_chat_data`; none where there is no such folder.
 
-    A conversation longer than `context`, and one whose answers have no text, is left out.
+    A conversation longer than `context`, and one whose answers have no text, is left out, which is said.
     """
     if not (data / "manifest.json").is_file():
         return []
-    conversations = [
-        (name, ids, mask)
-        for name, prefix in chat_shards(data, "validation")[0].items()
-        for ids, mask in _read(prefix)
-        if len(ids) <= context + 1 and tokenizer.byte_lengths[ids[mask]].sum()
-    ]
+    there = [(name, ids, mask) for name, prefix in chat_shards(data, "validation")[0].items() for ids, mask in _read(prefix)]
+    fitting = [one for one in there if len(one[1]) <= context + 1]
+    conversations = [(name, ids, mask) for name, ids, mask in fitting if tokenizer.byte_lengths[ids[mask]].sum()]
+    if len(conversations) < len(there):
+        long, empty = len(there) - len(fitting), len(fitting) - len(conversations)
+        console.print(
+            f"{label}: {len(there) - len(conversations)} of {len(there)} conversations are left out: {long} are longer than the context of "
+            f"{context:,} tokens, {empty} have no answer with text", style="yellow", soft_wrap=True
+        )  # fmt: skip
     requests = [_requests(ids, mask) for _, ids, mask in conversations]
     found = []
     with bar(label, sum(map(len, requests))) as progress:

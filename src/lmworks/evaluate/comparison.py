@@ -220,9 +220,15 @@ def _not_comparable(name: str, a: Results, b: Results) -> str:
         return ""
     if mine.examples != theirs.examples:
         return "the worked examples before the questions differ"
+    if mine.sampling != theirs.sampling:
+        return f"the replies of {a.name} are {_drawn(mine)}, and those of {b.name} {_drawn(theirs)}"
     if not mine.items.keys() & theirs.items.keys():
         return "no item was asked of both"
     return ""
+
+
+def _drawn(answers: Answers) -> str:
+    return f"drawn at {answers.sampling}" if answers.sampling else "greedy"
 
 
 def _first(reasons: dict[str, str]) -> str:

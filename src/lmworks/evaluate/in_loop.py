@@ -32,12 +32,13 @@ def make_evaluation(recipe: Recipe, tokenizer: Encoder, length: int, rows: int, 
 
     All ranks call it together; the first alone reads the data. A set without data is reported and omitted.
     """
-    items, requests = ranks.first(lambda: _read(recipe, tokenizer))
+    items, requests = ranks.first(lambda: _read(recipe, tokenizer, length))
     return LoopEvaluation(items, requests, length, rows) if items else None
 
 
-def _read(recipe: Recipe, tokenizer: Encoder) -> tuple[list[ChoiceItem], list[Request]]:
+def _read(recipe: Recipe, tokenizer: Encoder, length: int) -> tuple[list[ChoiceItem], list[Request]]:
     items: list[ChoiceItem] = []
+    requests: list[Request] = []
     for one in recipe.evaluate.benchmarks:
         if one.file is None and one.name in GENERATION:
             continue
@@ -46,8 +47,16 @@ def _read(recipe: Recipe, tokenizer: Encoder) -> tuple[list[ChoiceItem], list[Re
         except Unavailable as reason:
             console.print(f"{one.name} is not evaluated during training: {reason}", style="yellow")
             continue
-        items += (item for item in sample if isinstance(item, ChoiceItem))
-    return items, requests_of(items, tokenizer)
+        found = [item for item in sample if isinstance(item, ChoiceItem)]
+        asked = [requests_of([item], tokenizer) for item in found]
+        if cut := sum(any(len(context) + len(rest) > length + 1 for context, rest in of_item) for of_item in asked):
+            console.print(
+                f"{one.name} during training: {cut} of {len(found)} items are longer than {length:,} tokens, so they lose their beginnings",
+                style="yellow", soft_wrap=True,
+            )  # fmt: skip
+        items += found
+        requests += (request for of_item in asked for request in of_item)
+    return items, requests
 
 
 @dataclass(frozen=True)

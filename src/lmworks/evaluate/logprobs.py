@@ -5,12 +5,15 @@ Shapes: B rows, T tokens, V vocabulary entries.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+
+from lmworks.errors import UserError
 
 if TYPE_CHECKING:
     from lmworks.model import Transformer
@@ -69,7 +72,8 @@ class _Row:
 
 
 class BatchedLogProbs:
-    """Rows of similar length in one batch, padded on the right, where causal attention cannot look.
+    """Rows of similar length in one batch, padded on the right, where causal attention cannot look. Raises `UserError` for a model whose
+    log-probabilities are NaN: every comparison with them is false, which would look like an answer.
 
     A row whose tokens begin another row is not run at all: its logits are the other's first ones. All one-token choices of
     an item thus cost one row. The head is run only where a continuation stands, `logit_chunk_size` places at a time.
@@ -94,6 +98,11 @@ class BatchedLogProbs:
             self._score(batch, requests, sums, greedy)
             if advance:
                 advance(sum(len(row.requests) for row in batch))
+        if wrong := sum(map(math.isnan, sums)):
+            raise UserError(
+                f"the model gives {wrong:,} of {len(sums):,} texts a log-probability that is not a number (NaN), so nothing can be scored: "
+                "its weights are damaged, or its activations overflow in this precision"
+            )
         return sums
 
     def _batches(self, rows: list[_Row]) -> list[list[_Row]]:

@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from lmworks.errors import UserError
 from lmworks.io import jsonl
 from lmworks.io.files import read_at_most, read_json
+from lmworks.recipe.document import parse
 
 KINDS = ("no answer", "format", "truncated", "timeout", "wrong")
 """Kinds of failures, in the order in which they are printed."""
@@ -46,7 +44,8 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Answers:
-    """One score of a model: `items` by id, or None if it is a published figure. `examples` identifies the worked examples."""
+    """One score of a model: `items` by id, or None if it is a published figure. `examples` identifies the worked examples; `sampling` says
+    how replies were drawn, empty if greedily."""
 
     name: str
     set: str
@@ -54,6 +53,7 @@ class Answers:
     score: float
     items: dict[str, Outcome] | None = None
     examples: str = ""
+    sampling: str = ""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,8 @@ def read_results(folder: Path, name: str, label: str) -> Results:
         examples = described.get(score, {}).get("examples")
         fingerprint = str(examples.get("fingerprint", "")) if isinstance(examples, dict) else ""
         mean = math.fsum(one.mark for one in items.values()) / len(items)
-        scores[score] = Answers(score, sets[score], len(items), mean, items, fingerprint)
+        drawn = [f"{key} {described[score][key]}" for key in ("temperature", "top_p") if key in described.get(score, {})]
+        scores[score] = Answers(score, sets[score], len(items), mean, items, fingerprint, ", ".join(drawn))
     documents = {
         one["document"]: Document(one["domain"], max(1, int(_number(one.get("bytes")))), _number(one.get("bits")))
         for one in _records(folder / f"documents-{name}.jsonl", ("document", "domain"))
@@ -100,7 +101,12 @@ def read_results(folder: Path, name: str, label: str) -> Results:
         (one["set"], one["id"]): (one["question"], one["answer"])
         for one in _records(folder / "questions.jsonl", ("set", "id", "question", "answer"))
     }
-    return Results(label, str(folder), scores, documents, questions)
+    notes = [
+        f"{cut:,} of {answers.n:,} items of {name} were longer than the context of the model, and lost their beginnings"
+        for name, answers in scores.items()
+        if described.get(name, {}).get("form") in ("cloze", "letters") and (cut := int(_number(described[name].get("truncated"))))
+    ]
+    return Results(label, str(folder), scores, documents, questions, notes)
 
 
 def names_in(folder: Path) -> list[str]:
@@ -168,7 +174,7 @@ def read_table(path: Path) -> Results:
     try:
         text = data.decode("utf-8-sig")
         model, rows = _csv(path, text) if path.suffix == ".csv" else _published_document(path, text)
-    except (ValueError, csv.Error, yaml.YAMLError, RecursionError) as error:
+    except (ValueError, csv.Error, RecursionError) as error:
         if isinstance(error, UserError):
             raise
         raise UserError(f"{path} is no table of scores ({' '.join(str(error).split())[:120]}); {_FORM}") from None
@@ -182,9 +188,12 @@ def read_table(path: Path) -> Results:
 
 
 def _published_document(path: Path, text: str) -> tuple[str, dict[str, Any]]:
-    found = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    scores = found.get("scores") if isinstance(found, dict) else None
-    if isinstance(found, dict) and isinstance(found.get("models"), dict):
+    try:
+        found = parse(text, str(path)).tree
+    except UserError as error:
+        raise ValueError(str(error).removeprefix(f"{path}:")) from None
+    scores = found.get("scores")
+    if isinstance(found.get("models"), dict):
         raise UserError(f"{path} is the results.json of an evaluation, whose items lie beside it; give its folder: {path.parent}")
     if not isinstance(scores, dict) or not all(isinstance(name, str) for name in scores):
         raise UserError(f"{path} has no mapping `scores`; {_FORM}")

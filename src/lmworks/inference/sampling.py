@@ -11,6 +11,7 @@ Shapes: B rows, M tokens of a chunk, V vocabulary; R rows that use penalties or 
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from lmworks.errors import UserError
 from lmworks.host.devices import at_least_fp32
 from lmworks.model.loss import ChunkLoss, soft_cap
 from lmworks.model.transfers import moved, to_device
@@ -207,6 +209,7 @@ def choose(logits_BV: Tensor, draws: Sequence[Draw]) -> list[Token]:
     """Choose the next token of each row, and advance its random numbers and its grammar. Each random row takes one number per token.
 
     The host waits once for the device, for all results together; once more if a grammar puts another token in the place of a chosen one.
+    Raises `UserError` if the logits of a row have NaN.
     """
     device = logits_BV.device
     beyond_BV = _beyond(logits_BV, draws)
@@ -234,6 +237,8 @@ def choose(logits_BV: Tensor, draws: Sequence[Draw]) -> list[Token]:
         found += [top.indices, top.values]
     # fp64 holds ids and log-probabilities of fp32 and fp64 as they are
     table = torch.cat([part.double() for part in found], dim=1).tolist()
+    if any(math.isnan(line[1]) for line in table):
+        raise UserError("the logits of the model are not numbers (NaN): its weights are damaged, or activations overflow in this precision")
     chosen = [int(line[0]) for line in table]
     replaced: list[int] = []
     for row, draw in enumerate(draws):
@@ -296,7 +301,7 @@ def _invert(probability_BV: Tensor, uniform_B: Tensor) -> Tensor:
     total_B1 = cumulative[:, -1:]
     # below the total, which a product with a number just below 1 could round to
     target_B1 = torch.minimum(uniform_B[:, None] * total_B1, torch.nextafter(total_B1, torch.zeros_like(total_B1)))
-    return torch.searchsorted(cumulative, target_B1, right=True)
+    return torch.searchsorted(cumulative, target_B1, right=True).clamp_(max=cumulative.shape[-1] - 1)  # NaN is beyond all
 
 
 def drawn_chunk_loss(inner: ChunkLoss, options: GenerateOptions) -> ChunkLoss:

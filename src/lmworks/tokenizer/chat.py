@@ -176,7 +176,8 @@ def with_thoughts(message: Message) -> Message:
     answer = after.lstrip("\n")
     if not (spans := message.untrained.get("content")):
         return message.saying(reasoning_content=thoughts, content=answer)
-    at = {"reasoning_content": (content.index(thoughts), thoughts), "content": (len(content) - len(answer), answer)}
+    begin = content.rindex(thoughts, 0, content.index("</think>"))
+    at = {"reasoning_content": (begin, thoughts), "content": (len(content) - len(answer), answer)}
     moved = {name: [(max(a - begin, 0), min(b - begin, len(text))) for a, b in spans if a < begin + len(text) and b > begin]
              for name, (begin, text) in at.items()}  # fmt: skip
     return message.saying(reasoning_content=thoughts, content=answer).having(untrained={key: one for key, one in moved.items() if one})

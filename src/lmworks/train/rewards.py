@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from textwrap import dedent
 from typing import Any, Literal
 
 from lmworks.errors import UserError
@@ -100,7 +101,10 @@ Outcome = Literal["judged", "empty", "truncated", "unparsed", "failed"]
 OUTCOMES: tuple[Outcome, ...] = ("judged", "empty", "truncated", "unparsed", "failed")
 _MEMORY = 2 << 30  # bytes of the process of the user's function
 _MOST_JUDGED = 10_000  # characters that a verifier gets: some take quadratic time
-_BLOCK = re.compile(r"^```[^\n`]{0,40}\n(.*?)(?:^```|\Z)", re.MULTILINE | re.DOTALL)
+_BLOCK = re.compile(
+    r"^[ \t]*(?P<fence>`{3,10}|~{3,10})[ \t]*(?P<language>[^\n`]{0,40})\n(?P<code>.*?)(?:^[ \t]*(?P=fence)|\Z)", re.MULTILINE | re.DOTALL
+)
+_DEFINITION = re.compile(r"^(?:async def|def|class) ", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -225,16 +229,27 @@ def _tested(text: str, row: Any, seconds: float) -> Reward:
         tests = runnable_tests(row)
     except NoRow as error:
         return Reward(0.0, "failed", str(error))
-    blocks = _BLOCK.findall(text)
-    code = blocks[-1] if blocks else text
+    code = _program(text)
     try:
         ast.parse(code)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return Reward(0.0, "unparsed", str(error))
-    passed = judge_python(code, tests, Limits(seconds=seconds)).outcome == "passed"
+    ran = judge_python(code, tests, Limits(seconds=seconds))
+    if ran.outcome == "refused":
+        return Reward(0.0, "failed", f"the program was not run: {ran.detail}")
+    passed = ran.outcome == "passed"
     if passed and _passed_by_nothing(tests, seconds):
         return Reward(0.0, "failed", f"tests that pass without a program: {tests[:_LONGEST_SHOWN]!r}")
     return Reward(float(passed))
+
+
+def _program(text: str) -> str:
+    """The program of an answer in Markdown: the last block that defines something, not how it is called or what it prints. Those that say
+    that they are Python go before others; without any block it is the whole answer."""
+    blocks = [(found["language"].strip().lower(), dedent(found["code"])) for found in _BLOCK.finditer(text)]
+    python = [code for language, code in blocks if language.split(" ")[0] in ("python", "python3", "py")]
+    codes = python or [code for _, code in blocks] or [text]
+    return next((code for code in reversed(codes) if _DEFINITION.search(code)), codes[-1])
 
 
 @lru_cache(maxsize=65_536)

@@ -188,10 +188,12 @@ def serve() -> None:
 def _answer_calls(make: str, memory: int) -> None:
     import resource
 
-    source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints must not look like an answer
+    source, sink = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # what a library reads must not be a call
+    os.dup2(2, 1)  # what it prints must not look like an answer
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    process = os.getpid()
     module, _, name = make.partition(":")
     function: Callable[[bytes], bytes] = getattr(import_module(module), name)()
     sink.write(_HEADER.pack(0, 0))
@@ -204,6 +206,8 @@ def _answer_calls(make: str, memory: int) -> None:
             failed, answer = 0, function(data)
         except (Exception, SystemExit) as error:  # parsers raise anything on bad input
             failed, answer = 1, f"{type(error).__name__}: {error}".encode("utf-8", "replace")
+        if os.getpid() != process:  # the function has forked: its child must not answer too
+            os._exit(0)
         signal.setitimer(signal.ITIMER_PROF, 0)
         sink.write(_HEADER.pack(failed, len(answer)) + answer)
         sink.flush()

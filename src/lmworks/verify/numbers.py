@@ -71,6 +71,7 @@ _UNIT = re.compile(
 _GROUPED = re.compile(r"[-+]?[$€£]?[0-9]{1,3}(?: [0-9]{3})+(?:\.[0-9]+)?\.?")  # by spaces, only where nothing else stands
 _IN_SUPERSCRIPT = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 _SIGNS = {**dict.fromkeys(map(ord, "−–‒﹣－"), "-"), ord("⁄"): "/"}
+_DENIED = re.compile(r"\W{0,4}(?:not|neither)\b", re.IGNORECASE)  # "the answer is not 3, it is 4"
 _LONGEST = 400  # characters of a statement
 _MOST_DIGITS = 60  # longer ones are not answers
 
@@ -100,6 +101,8 @@ def final_number(reply: str, thinking: bool = False) -> Stated | None:
     """The answer of a reply; None if it has no number, or states an answer that is none."""
     for one in statements(reply, thinking):
         line = _plain(one.text)[:_LONGEST]
+        if one.mark == "said" and _DENIED.match(line):
+            continue
         if found := _of_statement(line, spoken=one.mark == "said"):
             return found
         if one.mark != "said" or re.search("[0-9]", line):

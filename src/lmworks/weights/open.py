@@ -24,6 +24,7 @@ from lmworks.recipe.schema.artifacts import RopeExtension
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.weights import Weights, find_weights, holds_model
 from lmworks.tokenizer import load as load_tokenizer
+from lmworks.tokenizer.named import tokenizer_files
 from lmworks.tokenizer.tokenizer import Tokenizer
 from lmworks.weights.chat import base_is_chat, is_chat
 from lmworks.weights.reference import files_behind, hash_of
@@ -90,7 +91,8 @@ def open_model(
 
 def weights_hash(where: str | Path) -> str:
     """A hash of the weights that `open_model` opens: of the tensors of a checkpoint, for a run the newest one, or of the files of a model
-    in a format of others, which are read once and kept by size and time. Empty where a checkpoint does not say what its tensors are.
+    in a format of others and of its tokenizer and chat template, which are read once and kept by size and time. Empty where a checkpoint
+    does not say what its tensors are.
 
     Raises `UserError` if there is no model.
     """
@@ -102,7 +104,8 @@ def weights_hash(where: str | Path) -> str:
     weights = find_weights(path)
     if weights.kind == "checkpoint":
         return listing.content_of(weights.path)
-    hashes = {name: hash_of(file) for name, file in files_behind(weights).items()}
+    beside = {} if weights.origin else {name: (weights.path / name).resolve() for name in tokenizer_files(weights.path)}
+    hashes = {name: hash_of(file) for name, file in (files_behind(weights) | beside).items()}
     return hashlib.sha256(canonical(hashes)).hexdigest()[:16]
 
 

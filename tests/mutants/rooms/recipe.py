@@ -149,7 +149,7 @@ MUTANTS = [
      "cli/test_adapter_folders.py::test_the_command_that_merges_a_published_adapter_works"),
     ("recipe.weight_files:of_adapter", ".merge_and_unload()", "", "The command that merges an adapter works.",
      "cli/test_adapter_folders.py::test_the_command_that_merges_a_published_adapter_works"),
-    ("recipe.schema.evaluate:load_task", "    except UserError:\n        raise\n", "", "The advice on a file of a task is not cut.",
+    ("recipe.schema.evaluate:load_task", "if tree is None:", "if False:", "A task file that is too large is refused.",
      "recipe/test_own_task.py"),
     ("recipe.derive:vocabulary", "if not os.path.isfile(path) and", "if False and", "A folder without tokenizer.json is refused at once.",
      "tokenizer/test_tokenizer_other_forms.py::test_a_recipe_that_names_another_form_gets_the_command_that_writes_tokenizer_json"),

@@ -8,6 +8,8 @@ MUTANTS = [
      "A right answer that is no number is refused where numbers are compared.", "verify/test_answers.py"),
     ("verify.answers:same_expression", "    if _is_text(given) or _is_text(right):", "    if False:", "Letters in words do not commute.",
      "verify/test_answers.py"),
+    ("verify.numbers:final_number", "and _DENIED.match(line)", "and False", "What is said not to be the answer is none.",
+     "verify/test_answers.py"),
     ("verify.numbers:_number", "(int(whole) + Fraction(top) / int(bottom))", "Fraction(top) / int(bottom)",
      "A mixed number has its whole part.", "verify/test_answers.py"),
     ("verify.numbers:_with_scale", "value * _SCALES[scale[1].lower()]", "value", "A number of thousands is scaled.",

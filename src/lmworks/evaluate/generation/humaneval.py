@@ -13,7 +13,7 @@ from lmworks.corpus.contamination import Question
 from lmworks.errors import Unavailable, UserError
 from lmworks.evaluate.generation.interface import Declared, GenerationSet, Judged, Lengths, Prompt, Reply, ask, read_rows
 from lmworks.evaluate.sets.items import Row, digest
-from lmworks.evaluate.sets.sources import Data, state
+from lmworks.evaluate.sets.sources import Data, require_ids, state, where
 from lmworks.recipe.schema.evaluate import Benchmark
 from lmworks.untrusted.sandbox import Limits, judge_python
 from lmworks.verify.marks import without_thoughts
@@ -33,6 +33,7 @@ _REQUEST = "Complete this Python function. Reply with the whole function in one 
 @cache
 def _problems(path: str | None, hub: bool, state: Hashable) -> tuple[Row, ...]:
     rows = [row for _, row in read_rows(_NAME, _DATA, _COLUMNS, path, hub)]
+    require_ids(_NAME, (row["task_id"] for row in rows), where(path, hub))
     for row in rows:
         if not row["entry_point"].isidentifier() or f"def {row['entry_point']}(" not in row["prompt"]:
             what = f"the prompt of {row['task_id']} does not define its entry_point"

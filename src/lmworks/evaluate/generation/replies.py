@@ -27,6 +27,7 @@ class ChatTokenizer(Protocol):
 
     vocab_size: int
     eos_id: int
+    prefix: tuple[int, ...]
     stop_ids: tuple[int, ...]
 
     @property
@@ -76,7 +77,7 @@ class Answerer:
         if not self.chat:
             return self.tokenizer.encode(prompt.text)
         ids = self.tokenizer.encode_chat(list(prompt.messages), add_generation_prompt=True)[0]
-        return [*ids, *self.tokenizer.encode(prompt.prefix)] if prompt.prefix else ids
+        return [*ids, *self.tokenizer.encode(prompt.prefix)[len(self.tokenizer.prefix) :]] if prompt.prefix else ids
 
     def length(self, prompt: Prompt) -> int:
         """Tokens of a prompt."""

@@ -19,8 +19,9 @@ from lmworks.errors import UserError
 from lmworks.evaluate.generation.interface import Prompt
 from lmworks.evaluate.sets import benchmarks as loading
 from lmworks.evaluate.sets.benchmarks import GENERATION, check_names
-from lmworks.evaluate.sets.forms import SHOTS, cloze, letters
+from lmworks.evaluate.sets.forms import cloze, letters
 from lmworks.evaluate.sets.items import ChoiceItem, score_name
+from lmworks.evaluate.sets.scoring import shots_of
 from lmworks.io import files
 from lmworks.io.destinations import require_folder
 from lmworks.recipe.schema.evaluate import Benchmark
@@ -74,8 +75,7 @@ def export(folder: Path, benchmarks: Sequence[Benchmark], forms: Sequence[str] =
                 written.append(_write_numbers(folder, benchmark, most))
             else:
                 for form in forms:
-                    shots = benchmark.shots if benchmark.shots is not None else SHOTS[form]  # type: ignore[index]
-                    written.append(_write(folder, benchmark, form, shots, most))
+                    written.append(_write(folder, benchmark, form, shots_of(benchmark, form), most))  # type: ignore[arg-type]
             progress.advance()
     lines = [f"- {one.task}: {one.score}, {one.items:,} items" for one in written]
     files.write_text(folder / "README.md", _README.format(version=__version__, first=written[0].task, table="\n".join(lines)))

@@ -33,7 +33,8 @@ _OPTIONS = {"until", "do_sample", "max_gen_toks", "temperature", "top_k", "top_p
 class HarnessLM(TemplateLM):
     """An `OpenModel` as lm-evaluation-harness sees it.
 
-    Memory is bounded by `batch_tokens`, the tokens of one forward pass. Sampled text depends on `seed`, the request and its number.
+    Memory is bounded by `batch_tokens`, the tokens of one forward pass. Sampled text depends on `seed`, the request and its number. `notes`
+    say how many requests have lost their beginnings.
     """
 
     def __init__(self, opened: OpenModel, batch_tokens: int = 8192, seed: int = 0) -> None:
@@ -43,6 +44,7 @@ class HarnessLM(TemplateLM):
         self.eos_id, self.prefix, self.start = self.tokenizer.eos_id, self.tokenizer.prefix, self.tokenizer.start
         self._logprobs = BatchedLogProbs(opened.model, opened.context, batch_tokens)
         self._device = opened.model.embedding.weight.device
+        self.notes: list[str] = []
         self._chat = False  # whether prompts come out of the chat template, so that special tokens in them are special
 
     @property
@@ -126,6 +128,7 @@ class HarnessLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:  # fmt: skip
+        self._note_cut(sum(len(context) + len(rest) - 1 > self.max_length for _, context, rest in requests), len(requests))
         with bar("log-likelihoods", len(requests)) as progress:
             found = self._logprobs.with_greedy([(context, rest) for _, context, rest in requests], progress.advance)
         for (text, _, _), answer in zip(requests, found, strict=True):
@@ -156,6 +159,7 @@ class HarnessLM(TemplateLM):
         left out.
         """
         replies = [""] * len(requests)
+        cut = 0
         same: dict[str, list[int]] = {}  # requests by their options
         for index, request in enumerate(requests):
             same.setdefault(json.dumps(request.args[1], sort_keys=True, default=str), []).append(index)
@@ -163,7 +167,9 @@ class HarnessLM(TemplateLM):
             for group in same.values():
                 options, until = self._generation(requests[group[0]])
                 room = max(1, self.max_length - options.max_new_tokens)
-                prompts = {index: (self.encode(requests[index].args[0]) or [self.prefix_token_id])[-room:] for index in group}
+                prompts = {index: self.encode(requests[index].args[0]) or [self.prefix_token_id] for index in group}
+                cut += sum(len(ids) > room for ids in prompts.values())
+                prompts = {index: ids[-room:] for index, ids in prompts.items()}
                 for batch in self._batches(prompts, options.max_new_tokens):
                     seeds = [self.seed * 1_000_003 + index for index in batch]
                     rows = [prompts[index] for index in batch]
@@ -177,7 +183,13 @@ class HarnessLM(TemplateLM):
                         replies[index] = postprocess_generated_text(text, until, None)
                         self.cache_hook.add_partial("generate_until", requests[index].args, replies[index])
                     progress.advance(len(batch))
+        self._note_cut(cut, len(requests))
         return replies
+
+    def _note_cut(self, cut: int, of: int) -> None:
+        if cut:
+            context = f"the context of {self.max_length:,} tokens"
+            self.notes.append(f"{cut:,} of {of:,} requests did not fit into {context} and lost their beginnings")
 
     def _generation(self, request: Instance) -> tuple[GenerateOptions, list[str]]:
         wanted = normalize_gen_kwargs(request.args[1], self.max_gen_toks)
@@ -192,9 +204,10 @@ class HarnessLM(TemplateLM):
             told = f"{request.task_name}: {limit} new tokens at most and not {most}: the context is {self.max_length} tokens"
             console.print(told, style="yellow")
             most = limit
+        top_p = wanted.get("top_p")
         options = GenerateOptions(
             max_new_tokens=most, temperature=float(wanted.get("temperature") or 0.0) if wanted["do_sample"] else 0.0,
-            top_k=int(wanted.get("top_k") or 0), top_p=float(wanted.get("top_p") or 1.0), min_p=float(wanted.get("min_p") or 0.0),
+            top_k=int(wanted.get("top_k") or 0), top_p=1.0 if top_p is None else float(top_p), min_p=float(wanted.get("min_p") or 0.0),
             stop_ids=tuple(self.tokenizer.stop_ids),
         )  # fmt: skip
         return options, [stop for stop in handle_stop_sequences(wanted["until"], None) if stop]

@@ -53,7 +53,8 @@ class HarnessOptions:
 
 @dataclass(frozen=True)
 class HarnessResults:
-    """`document` is what lm-evaluation-harness returns, with the samples; `notes` say what was used instead of what a task names."""
+    """`document` is what lm-evaluation-harness returns, with the samples; `notes` say what was used instead of what a task names, and how
+    many prompts were cut."""
 
     document: dict[str, Any]
     notes: list[str]
@@ -74,6 +75,11 @@ class HarnessResults:
                 rows.append((task, shots, label, int(items), float(value), float(error) if isinstance(error, int | float) else None))
         return rows
 
+    @property
+    def _form(self) -> str:
+        """Questions in the chat template of the model are asked in another form than those in plain text."""
+        return f"{FORM}-chat" if self.document["config"]["apply_chat_template"] else FORM
+
     def scores(self) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
         """The scores and outcomes as our own evaluation writes them, of all metrics that are right or wrong for an item."""
         scores: dict[str, dict[str, Any]] = {}
@@ -85,10 +91,11 @@ class HarnessResults:
                 if not all(isinstance(mark, int | float | bool) and mark in (0, 1) for _, mark in marked):
                     continue
                 label = metric if of_filter == "none" else f"{metric} ({of_filter})"
-                name, right = score_name(task, FORM, shots, label), [bool(mark) for _, mark in marked]
+                name, right = score_name(task, self._form, shots, label), [bool(mark) for _, mark in marked]
                 chance = sum(_chance(one) for one, _ in marked) / len(marked)
                 entry = Score(sum(right), len(right), chance, chance).to_json()
-                scores[name] = entry | {"set": task, "form": FORM, "shots": shots, "norm": None, "chosen": False, "reason": "asked for"}
+                about = {"set": task, "form": self._form, "shots": shots, "norm": None, "chosen": False, "reason": "asked for"}
+                scores[name] = entry | about
                 outcomes += (
                     {"score": name, "set": task, "id": str(one["doc_id"]), "subject": "", "correct": bool(mark), "value": float(mark),
                      "failure": None if mark else "wrong", "tokens": 0, "asked": short_digest(one["doc_hash"], one["target_hash"])}
@@ -123,17 +130,18 @@ def run(opened: OpenModel, options: HarnessOptions) -> HarnessResults:
             console.print(note, style="yellow")
         for task in loaded["tasks"].values():
             _set_examples(task, options.shots)
+        asked = HarnessLM(opened)
         found = evaluate(
-            HarnessLM(opened), loaded, limit=options.limit, bootstrap_iters=_ITERATIONS, apply_chat_template=options.chat_template,
+            asked, loaded, limit=options.limit, bootstrap_iters=_ITERATIONS, apply_chat_template=options.chat_template,
             fewshot_as_multiturn=options.chat_template,
         )  # fmt: skip
     assert found is not None
-    document = dict(found)
-    document["config"] = HarnessLM(opened).get_model_info() | {
+    document, notes = dict(found), [*source.notes, *asked.notes]
+    document["config"] = asked.get_model_info() | {
         "lm_eval_version": lm_eval.__version__, "apply_chat_template": options.chat_template, "limit": options.limit, "seed": _SEED,
-        "data": options.where, "notes": source.notes,
+        "data": options.where, "notes": notes,
     }  # fmt: skip
-    return HarnessResults(document, source.notes)
+    return HarnessResults(document, notes)
 
 
 def _load(tasks: Any, options: HarnessOptions) -> Any:

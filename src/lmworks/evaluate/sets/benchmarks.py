@@ -39,10 +39,14 @@ def is_generated(benchmark: Benchmark) -> bool:
 
 
 def check_names(benchmarks: Iterable[Benchmark]) -> None:
-    """Raise `UserError` for a set that does not exist, with the nearest that does, and for an option that it does not have. A task of the
-    user's own may have any name."""
+    """Raise `UserError` for a set that does not exist, with the nearest that does, for an option that it does not have, and for two sets
+    whose scores would have one name. A task of the user's own may have any name."""
     known = [*CHOICE, *GENERATION]
+    asked: set[tuple[str, str, int | None]] = set()
     for one in benchmarks:
+        if (one.name, one.form, one.shots) in asked:
+            raise UserError(f"evaluate.benchmarks: {one.name} is listed twice, and its scores have one name; keep one, or rename a file")
+        asked.add((one.name, one.form, one.shots))
         if is_generated(one):
             GENERATION[one.name].open(one)
         elif odd := given(one, GENERATED_ONLY):
@@ -58,12 +62,14 @@ MOST_EXAMPLES = 5  # worked examples that a set takes out of its items where it 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A sample of a set. `examples` are the worked examples of all subjects, in order; `origin` says where they come from."""
+    """A sample of a set. `examples` are the worked examples of all subjects, in order; `origin` says where they come from. `left_out` items
+    stand among the examples, and are not asked."""
 
     items: Sequence[Item]
     examples: Sequence[Item]
     per_subject: bool
     origin: str
+    left_out: int = 0
 
     def shown_before(self, item: Item, shots: int) -> Sequence[Item]:
         """The worked examples that are shown before an item."""
@@ -82,7 +88,9 @@ def load_all(benchmark: Benchmark) -> tuple[Item, ...]:
 @cache
 def _set_items(name: str, path: str | None, hub: bool, state: Hashable) -> tuple[Item, ...]:
     chosen = CHOICE[name]
-    return tuple(_read(chosen, chosen.data, path, hub))
+    found = tuple(_read(chosen, chosen.data, path, hub))
+    sources.require_ids(name, (item.id for item in found), where(path, hub))
+    return found
 
 
 def _own_items(name: str, file: str) -> tuple[Item, ...]:
@@ -135,12 +143,16 @@ def load(benchmark: Benchmark, most: int | None, shots: int) -> Loaded:
         if shots > enough:
             raise UserError(f"evaluate.benchmarks.{benchmark.name}.shots: {shots} worked examples are asked for, and the set has {enough}")
         examples, origin, items = items[: -shots - 1 : -1], "items that are not asked", items[:-shots]
-    shown = {protected_question(one).text for one in examples}
-    items = [one for one in items if protected_question(one).text not in shown]
     available = _fewest(examples, items) if per_subject else len(examples)
     if shots > available:
         raise UserError(f"evaluate.benchmarks.{benchmark.name}.shots: {shots} worked examples are asked for, and the set has {available}")
-    return Loaded(items[:most], examples, per_subject, origin)
+    if not per_subject:
+        examples = examples[:shots]
+    shown = {protected_question(one).text for one in examples}
+    asked = [one for one in items if protected_question(one).text not in shown]
+    if not asked:
+        raise UserError(f"evaluate.benchmarks.{benchmark.name}: all items stand among its worked examples; give it others, or fewer shots")
+    return Loaded(asked[:most], examples, per_subject, origin, len(items) - len(asked))
 
 
 def most_shots(benchmark: Benchmark) -> int:

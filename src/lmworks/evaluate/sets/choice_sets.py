@@ -22,10 +22,8 @@ from functools import partial
 from typing import Any
 
 from lmworks.evaluate.sets import sources
-from lmworks.evaluate.sets.items import LETTERS, ChoiceItem, Row, digest, text_of
+from lmworks.evaluate.sets.items import ANSWER, LETTERS, ChoiceItem, Row, digest, text_of
 from lmworks.evaluate.sets.sources import Data
-
-ANSWER = "\nAnswer:"
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ def require_choices(choices: Sequence[Any]) -> None:
         text_of(choice, f"choice {number}")
 
 
-def item(name: str, asked: Asked, question: str, context: str, bare: str) -> ChoiceItem:
+def item(name: str, asked: Asked, question: str, context: str, bare: str, cue: str = ANSWER) -> ChoiceItem:
     """An item with one context. `question` stands above the choices in letter form; `bare` is the question in a contaminated document."""
     count = len(asked.choices)
     require_choices(asked.choices)
@@ -65,7 +63,7 @@ def item(name: str, asked: Asked, question: str, context: str, bare: str) -> Cho
         raise ValueError(f"{count} choices, the right one at {asked.answer}")
     return ChoiceItem(
         name, asked.id, asked.subject, question, asked.choices, asked.answer, (context,) * count,
-        tuple(f" {choice}" for choice in asked.choices), f"{bare} {asked.choices[asked.answer]}",
+        tuple(f" {choice}" for choice in asked.choices), f"{bare} {asked.choices[asked.answer]}", cue=cue,
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,8 +18,7 @@ from typing import Any, Literal, Protocol
 from lmworks.evaluate.generation.interface import Failure, Prompt, Reply
 from lmworks.evaluate.generation.replies import Answerer
 from lmworks.evaluate.logprobs import Advance, LogProbs, Request
-from lmworks.evaluate.sets.choice_sets import ANSWER
-from lmworks.evaluate.sets.items import LETTERS, ChoiceItem, Form, Item, OpenItem, chance_level, constant_level
+from lmworks.evaluate.sets.items import ANSWER, LETTERS, ChoiceItem, Form, Item, OpenItem, chance_level, constant_level
 from lmworks.evaluate.statistics import Score
 from lmworks.verify.marks import stated
 from lmworks.verify.numbers import final_number
@@ -37,16 +37,16 @@ def cloze(item: ChoiceItem, examples: Sequence[ChoiceItem]) -> ChoiceItem:
 
 def letters(item: ChoiceItem, examples: Sequence[ChoiceItem]) -> ChoiceItem:
     """The item whose continuations are the letters of the choices, in the format of OLMES (arXiv:2406.08446)."""
-    shown = "".join(f"{_listed(one)}{ANSWER} {LETTERS[one.answer]}{_SEPARATOR}" for one in examples)
-    context = _preamble(item) + shown + _listed(item) + ANSWER
+    shown = "".join(f"{_asked(one)} {LETTERS[one.answer]}{_SEPARATOR}" for one in examples)
+    context = _preamble(item) + shown + _asked(item)
     count = len(item.choices)
     return replace(item, contexts=(context,) * count, continuations=tuple(f" {letter}" for letter in LETTERS[:count]))
 
 
 def free_text(item: Item, examples: Sequence[Item]) -> str:
     """A prompt for a model that knows no chat."""
-    shown = "".join(f"{_asked(one)}{ANSWER} {_answer(one)}{_SEPARATOR}" for one in examples)
-    return _preamble(item) + shown + _asked(item) + ANSWER
+    shown = "".join(f"{_asked(one)} {_answer(one)}{_SEPARATOR}" for one in examples)
+    return _preamble(item) + shown + _asked(item)
 
 
 def free_messages(item: Item, examples: Sequence[Item]) -> list[dict[str, Any]]:
@@ -64,7 +64,8 @@ def _listed(item: ChoiceItem) -> str:
 
 
 def _asked(item: Item) -> str:
-    return _listed(item) if isinstance(item, ChoiceItem) else item.question
+    """All that stands before the answer."""
+    return _listed(item) + (item.cue or ANSWER) if isinstance(item, ChoiceItem) else item.question + item.cue
 
 
 def _request(item: Item) -> str:
@@ -226,7 +227,11 @@ def notable(answered: Sequence[Answered], each: int = 10) -> list[Answered]:
 
 _MOST_TOKENS = 64  # of a reply
 _STOP = ("\nQuestion:", "\n\n")  # a base model goes on to ask itself the next question; its answer is what comes before
-_LETTER = re.compile(r"\(?([A-Za-z])\)?(?:[.):,;\s]|$)")
+_LETTER = re.compile(
+    r"(?i:(?:the )?(?:correct |right |best )?(?:option|choice|letter)(?: is)?:? ?)?[(\[]?([A-Za-z])[)\]]?(?![\w'’-])"
+)
+_SECOND = re.compile(r" ?(?:,|/|&|\band\b|\bor\b) ?[(\[]?[A-HJ-Z](?![\w'’-])")  # a second letter after it
+_WORD = re.compile(r"(?:[Aa]|I) [a-z]")  # "a dog" and "I think" begin with a word, and no letter
 
 
 @dataclass(frozen=True)
@@ -279,23 +284,45 @@ def judge(item: Item, reply: Reply) -> Judged:
 
 
 def chosen(text: str, choices: Sequence[str]) -> int | None:
-    """The index of the choice that a text names: by its letter at the beginning, by its whole text, or by being the only one in it."""
-    plain = [normal(choice) for choice in choices]
-    if normal(text) in plain:  # before letters: a choice may be a letter
-        return plain.index(normal(text))
+    """The index of the choice that a text names: by its whole text, by its letter at the beginning, or by being the only one in it."""
+    exact, plain, whole = [choice.strip() for choice in choices], [normal(choice) for choice in choices], normal(text)
+    if exact.count(text.strip()) == 1:  # before letters: a choice may be a letter
+        return exact.index(text.strip())
+    if plain.count(whole) == 1 and not (len(whole) == 1 and whole.isascii() and whole.isalpha()):
+        return plain.index(whole)
+    text = unicodedata.normalize("NFKC", text)  # letters and parentheses of full width
     letter = _LETTER.match(text)
-    if letter and (index := LETTERS.find(letter[1].upper())) < len(choices):
-        article = letter[1] in "aA" and re.match(r"[Aa] [a-z]", text)  # "a dog", not choice A
-        if not article:
+    if letter and not _WORD.match(text, letter.start(1)) and not _SECOND.match(text, letter.end()):
+        index = LETTERS.find(letter[1].upper())
+        if index < len(choices):
             return index
-    words = f" {normal(text)} "
-    named = [index for index, choice in enumerate(plain) if choice and f" {choice} " in words]
+    named = [index for index, choice in enumerate(plain) if f" {choice} " in f" {whole} "]
     return named[0] if len(named) == 1 else None
 
 
+_SIGNS = re.compile(r"(?<=\d)[.,:/*-](?=\d)|(?<![\w)])(?:-(?=\.?\d)|\.(?=\d))|(?<=[^\W\d])#")
+"""Punctuation that changes what a text says: between digits, the sign or the point before a number, and the # of C#."""
+_ARTICLES = ("a", "an", "the")
+
+
 def normal(text: str) -> str:
-    """Lower case, without punctuation, articles and repeated spaces, as in SQuAD's evaluation (arXiv:1606.05250)."""
-    return " ".join(re.sub(r"\b(a|an|the)\b", " ", re.sub(r"[^\w\s]", "", text.lower())).split())
+    """Case-folded, without punctuation, articles and repeated spaces, as in SQuAD's evaluation (arXiv:1606.05250); a text of nothing else
+    keeps them. What would make another answer of it stays: `_SIGNS`, signs of operations, and the vowel signs of Indic scripts."""
+    words = _words(text)
+    return " ".join(word for word in words if word not in _ARTICLES) or " ".join(words) or text.strip()
+
+
+def _words(text: str) -> list[str]:
+    text = "".join("-" if unicodedata.category(letter) == "Pd" or letter == "−" else letter for letter in text)
+    text = unicodedata.normalize("NFC", text).casefold().replace("⁄", "/")
+    text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
+    signs = {sign.start() for sign in _SIGNS.finditer(text)}
+    kept = (letter for at, letter in enumerate(text) if at in signs or letter in "^_" or _says_something(letter))
+    return "".join(kept).split()
+
+
+def _says_something(letter: str) -> bool:
+    return letter.isspace() or unicodedata.category(letter)[0] in "LMN" or unicodedata.category(letter) == "Sm"
 
 
 def _found(reply: str, text: str, item: OpenItem) -> str | None:
@@ -310,8 +337,8 @@ def _agrees(found: str, accepted: str, metric: str) -> bool:
         reply, wanted = final_number(found), final_number(accepted)
         return reply is not None and wanted is not None and reply.equals(wanted)
     if metric == "contains":
-        return f" {normal(accepted)} " in f" {normal(found)} " if normal(accepted) else accepted in found
-    return normal(found) == normal(accepted) if normal(accepted) else found == accepted
+        return f" {normal(accepted)} " in f" {normal(found)} " if _words(accepted) else accepted in found
+    return normal(found) == normal(accepted)
 
 
 def score_freely(judged: Sequence[Judged]) -> Score:

@@ -15,6 +15,7 @@ Form = Literal["cloze", "letters", "free"]
 Metric = Literal["exact", "number", "contains"]
 FORMS: tuple[Form, ...] = ("cloze", "letters", "free")
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+ANSWER = "\nAnswer:"
 
 
 def is_null(cell: Any) -> bool:
@@ -38,7 +39,8 @@ class ChoiceItem:
     In cloze form, choice i is scored as `continuations[i]` after `contexts[i]`. The contexts are the same for all choices except in
     WinoGrande, which is scored partially (Trinh & Le 2018, arXiv:1806.02847): the blank is filled in the context, and the rest of the
     sentence, the same for both, is the continuation. `question` is what the other forms show above the choices. `text` is question and
-    right answer as they would stand in a contaminated document. `subject` is a part of the set (a subject of MMLU), or empty.
+    right answer as they would stand in a contaminated document. `subject` is a part of the set (a subject of MMLU), or empty. `cue` stands
+    between the listed choices and the answer; where it is empty, `ANSWER` does.
     """
 
     set: str
@@ -52,11 +54,13 @@ class ChoiceItem:
     text: str
     preamble: str = ""  # stands once before the worked examples, in letter and free form
     passage: str = ""  # identifies the passage that the question is about, where several items share one
+    cue: str = ANSWER
 
 
 @dataclass(frozen=True)
 class OpenItem:
-    """A question without choices. A reply is right if it agrees with one of `answers` under `metric` (`sets/forms.py`)."""
+    """A question without choices. A reply is right if it agrees with one of `answers` under `metric` (`sets/forms.py`). `cue` stands
+    between question and answer, except in a chat."""
 
     set: str
     id: str
@@ -66,6 +70,7 @@ class OpenItem:
     metric: Metric
     text: str
     preamble: str = ""
+    cue: str = ANSWER
 
 
 Item = ChoiceItem | OpenItem
@@ -94,6 +99,7 @@ def short_digest(*parts: str) -> str:
 def asked_hash(item: Item) -> str:
     """Identifies what an item asks and what is right, whatever its id is: two outcomes are of one item only if it is the same."""
     asked = (*item.contexts, *item.continuations, str(item.answer)) if isinstance(item, ChoiceItem) else (item.metric, *item.answers)
+    asked += (item.cue,) * (item.cue != ANSWER)  # records of earlier versions have the hash without it
     return short_digest(item.preamble, item.question, *asked)
 
 

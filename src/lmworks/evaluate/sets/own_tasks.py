@@ -13,11 +13,13 @@ from typing import Any
 
 from lmworks.errors import UserError
 from lmworks.evaluate.sets import sources
-from lmworks.evaluate.sets.choice_sets import ANSWER, Asked, item, require_choices
+from lmworks.evaluate.sets.choice_sets import Asked, item, require_choices
 from lmworks.evaluate.sets.items import LETTERS, Item, OpenItem, Row, is_null, text_of
 from lmworks.recipe.schema.evaluate import AnswerIs, OwnTask, data_path
+from lmworks.verify.numbers import final_number
 
 _FIELD = re.compile(r"\{([^{}]+)\}")
+_CUE = re.compile(r"\s*\n.*\Z")  # the last line of a prompt, where it stands below the question
 _MEANINGS: dict[AnswerIs, str] = {"text": "choice", "letter": "letter of one", "index": "index of one"}
 
 
@@ -40,14 +42,17 @@ def task_items(name: str, path: str, task: OwnTask, examples: bool = False) -> I
     found = list(_read_rows(path, task, task.file))
     shown = list(_read_rows(path, task, task.examples)) if task.examples else []
     meaning = _meaning(path, task, [*found, *shown]) if task.choices is not None else "text"
+    prompt = task.prompt.rstrip()
+    below = _CUE.search(prompt.rpartition("{question}")[2])
+    cue = below[0] if below else ""
     for one in shown if examples else found:
-        context = task.prompt.replace("{question}", one.question)
-        above = context.removesuffix(ANSWER)
+        context = prompt.replace("{question}", one.question)
+        above = context.removesuffix(cue)
         if one.keys is None:
-            yield OpenItem(name, one.id, one.subject, above, one.accepted, task.metric, f"{one.question} {one.accepted[0]}")
+            yield OpenItem(name, one.id, one.subject, above, one.accepted, task.metric, f"{one.question} {one.accepted[0]}", cue=cue)
         else:
             asked = Asked(one.id, one.question, one.choices, one.keys[meaning], one.subject)
-            yield item(name, asked, above, context, one.question)
+            yield item(name, asked, above, context, one.question, cue)
 
 
 def _read_rows(path: str, task: OwnTask, file: str) -> Iterator[_Read]:
@@ -76,6 +81,8 @@ def _read_row(task: OwnTask, number: str, place: str, row: Row) -> _Read:
         accepted = tuple(text_of(one, f"column {task.answer}") for one in (answer if isinstance(answer, list) else [answer]))
         if not accepted or not all(one.strip() for one in accepted):
             raise ValueError(f"{task.answer} is empty")
+        if task.metric == "number" and not any(map(final_number, accepted)):
+            raise ValueError(f"the answer {accepted[0][:50]!r} is no number, so no reply would be right (metric: number)")
         return _Read(place, key, subject, question, accepted=accepted)
     cells = row[task.choices] if isinstance(task.choices, str) else [row[column] for column in task.choices]
     if not isinstance(cells, list):

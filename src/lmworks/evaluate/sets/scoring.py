@@ -162,7 +162,7 @@ def _tasks(
     subject: OpenModel, benchmarks: Sequence[Benchmark], most: int, flops: float | None, paired: tuple[Form, ...], found: EvaluationResults
 ) -> list[Task]:
     """Every set in its forms; sets without data are noted in `found`."""
-    open_: list[tuple[Benchmark, Form | None, int | None]] = []  # form and number of examples, as far as they are settled
+    open_: list[tuple[Benchmark, Form | None]] = []  # with its form, if that is settled
     plain: dict[str, Sequence[Item]] = {}
     for one in benchmarks:
         try:
@@ -174,25 +174,30 @@ def _tasks(
         form = one.form if one.form != "auto" else task.form if task else None
         if any(isinstance(item, OpenItem) for item in plain[one.name]):
             form = "free"
-        shots = one.shots if one.shots is not None else task.shots if task else None
-        open_.append((one, form, shots))
-    automatic = [one for one, form, _ in open_ if form is None]
+        open_.append((one, form))
+    automatic = [one for one, form in open_ if form is None]
     choice: Choice | None = None
     if automatic:
         probes = Probes(lambda: _probe_letters(subject, automatic), lambda: _probe_replies(subject, automatic))
         choice = choose(subject.chat, flops, probes, paired)
         console.print(f"{subject.name}: {' and '.join(choice.forms)} form ({choice.reason})", style="dim")
-    tasks = []
-    for one, form, shots in open_:
+    tasks: list[Task] = []
+    for one, form in open_:
         several, reason = ((form,), "asked for") if form is not None else (choice.forms, choice.reason) if choice else ((), "")
         for chosen in several:
-            count = _default_shots(one, chosen) if shots is None else shots
+            count = shots_of(one, chosen)
+            if any((task.name, task.form, task.shots) == (one.name, chosen, count) for task in tasks):
+                continue  # a form that is asked for and also chosen is one score
             tasks.append(Task(one.name, chosen, count, loading.load(one, one.items or most, count), reason, form is None))
     return tasks
 
 
-def _default_shots(benchmark: Benchmark, form: Form) -> int:
-    """Those of the form, or fewer for a set that has fewer worked examples."""
+def shots_of(benchmark: Benchmark, form: Form) -> int:
+    """The worked examples before each question: those asked for, or those of the task, or those of the form, or fewer for a set that has
+    fewer."""
+    task = load_task(benchmark.file) if benchmark.file is not None else None
+    if (settled := task.shots if task and benchmark.shots is None else benchmark.shots) is not None:
+        return settled
     return min(forms.SHOTS[form], loading.most_shots(benchmark)) if forms.SHOTS[form] else 0
 
 
@@ -244,6 +249,8 @@ def _entry(task: Task, scored: Score, outcomes: Sequence[dict[str, Any]]) -> dic
     if task.shots:
         shown = task.loaded.examples if task.loaded.per_subject else task.loaded.examples[: task.shots]
         entry["examples"] = {"from": task.loaded.origin, "fingerprint": loading.fingerprint(shown)}
+        if task.loaded.left_out:
+            entry["examples"]["left_out"] = task.loaded.left_out
     subjects: dict[str, list[bool]] = {}
     for one in outcomes:
         subjects.setdefault(one["subject"], []).append(one["correct"])
@@ -254,7 +261,7 @@ def _entry(task: Task, scored: Score, outcomes: Sequence[dict[str, Any]]) -> dic
 
 def _probed(benchmarks: Sequence[Benchmark], form: Form) -> list[Task]:
     each = -(-PROBE_ITEMS // len(benchmarks))
-    shots = [_default_shots(one, form) for one in benchmarks]
+    shots = [shots_of(one, form) for one in benchmarks]
     return [
         Task(one.name, form, count, loading.load(one, each, count), "probe", True) for one, count in zip(benchmarks, shots, strict=True)
     ]

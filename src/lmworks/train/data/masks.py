@@ -103,8 +103,9 @@ def _unlearned(message: Message) -> Message:
     spans: dict[str, list[Span]] = {name: list(found) for name, found in message.untrained.items()}
     if isinstance(thoughts := message.get("reasoning_content"), str) and thoughts.strip():
         return message.having(untrained=spans | {"reasoning_content": [(0, len(thoughts))]})
-    begin = str(message["content"]).index(_thoughts(message))
-    return message.having(untrained=spans | {"content": [*spans.get("content", []), (begin, begin + len(_thoughts(message)))]})
+    thoughts, content = _thoughts(message), str(message["content"])
+    begin = content.rindex(thoughts, 0, content.index("</think>"))  # a thought may be a part of its mark, as `think`
+    return message.having(untrained=spans | {"content": [*spans.get("content", []), (begin, begin + len(thoughts))]})
 
 
 class Fitted(NamedTuple):

@@ -28,9 +28,12 @@ from lmworks.recipe.schema.tune import TuningSet
 from lmworks.tokenizer.messages import Message
 from lmworks.train.data.row_columns import (
     ASKED,
+    CHOSEN,
+    REJECTED,
     SAID,
     NoRow,
     Row,
+    answer_to,
     asked_columns,
     asked_in,
     described_columns,
@@ -38,6 +41,7 @@ from lmworks.train.data.row_columns import (
     first_of,
     flag,
     history_in,
+    is_dialogue,
     is_named,
     list_in,
     messages_of,
@@ -47,10 +51,10 @@ from lmworks.train.data.row_columns import (
     renamed,
     tools_in,
     with_system,
+    with_values,
 )
 
 Messages = list[Message]
-_CHOSEN, _REJECTED = ("chosen", "chosen_response"), ("rejected", "rejected_response")
 _LABELS = ("label", "kto_tag")
 _WANTED = "a prompt with chosen and rejected"
 
@@ -74,9 +78,9 @@ class Preference:
 
 def convert_preference(given: Any, origin: str, labeled: bool, data: TuningSet | None = None) -> Preference:
     """A row as a preference, or, if they are asked for, as a labeled answer. Raises `NoRow`."""
-    row = renamed(given, data)
+    row = with_values(renamed(given, data))
     refuse_media(row)
-    chosen, rejected = first_of(row, _CHOSEN), first_of(row, _REJECTED)
+    chosen, rejected = first_of(row, CHOSEN), first_of(row, REJECTED)
     noted: Counter[str] = Counter()
     if {"input", "preferred_output", "non_preferred_output"} <= row.keys():
         inner = row["input"] if isinstance(row["input"], Mapping) else {}
@@ -97,13 +101,13 @@ def convert_preference(given: Any, origin: str, labeled: bool, data: TuningSet |
 
 
 def _pair(row: Row, origin: str, chosen: Any, rejected: Any, noted: Counter[str]) -> Preference:
-    said = [_answer(one) for one in (chosen, rejected)]
+    said = [_answer(answer_to(asked_in(row), one, told)) for one, told in zip((chosen, rejected), (noted, Counter[str]()), strict=True)]
     prompt, asked, columns = _prompt(row, said)
     counters = (noted, Counter[str]())  # what is told of both is counted once
     wholes = [with_system(row, _whole(prompt, asked, one, told), told) for one, told in zip(said, counters, strict=True)]
     note_unused(row, columns, [message for one in wholes for message in one], noted, answers=False)
     first, second = wholes
-    common = next((at for at, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second)))
+    common = next((at for at, (a, b) in enumerate(zip(first, second, strict=False)) if _differ(a, b)), min(len(first), len(second)))
     if common == min(len(first), len(second)):  # equal, or one goes on
         common = max(0, min(len(first), len(second)) - 1)
     if any(common >= len(one) or one[common]["role"] != "assistant" for one in wholes):
@@ -120,7 +124,7 @@ def _labeled(row: Row, origin: str, name: str, noted: Counter[str]) -> Preferenc
     if (turns := list_in(row)) is not None and said is None:
         whole, size = messages_of(turns, "user"), 1
     else:
-        answer = _answer(row[said or ""])
+        answer = _answer(answer_to(asked_in(row), row[said or ""], noted))
         prompt, asked, columns = _prompt(row, [answer])
         whole = _whole(prompt, asked, answer, noted)
         size = next((at for at, one in enumerate(reversed(answer)) if one["role"] == "user"), len(answer))
@@ -141,7 +145,7 @@ def _prompt(row: Row, answers: Sequence[Messages]) -> tuple[Messages, bool, list
         if not columns:
             return _checked_end(listed, answers), True, []
     asked = asked_in(row)
-    return [*history_in(row), *messages_of(asked, "user")], not isinstance(asked, str) or bool(dialogue(asked)), columns
+    return [*history_in(row), *messages_of(asked, "user")], not isinstance(asked, str) or is_dialogue(asked), columns
 
 
 def _before(messages: Messages, answers: Sequence[Messages]) -> Messages:
@@ -162,7 +166,7 @@ def _checked_end(prompt: Messages, answers: Sequence[Messages]) -> Messages:
 
 def _answer(value: Any) -> Messages:
     found = messages_of(value, "assistant")
-    if isinstance(value, str) and not dialogue(value):
+    if isinstance(value, str) and not dialogue(value, whole=True):
         return found
     if not found:
         raise NoRow("empty answer")
@@ -198,6 +202,11 @@ def _begins(whole: Messages, beginning: Sequence[Message]) -> bool:
 
 def _same(one: Message, other: Message) -> bool:
     return all(str(one.get(name)).strip() == str(other.get(name)).strip() for name in ("role", "content", "tool_calls"))
+
+
+def _differ(one: Message, other: Message) -> bool:
+    """Whether two messages say different things, whatever else their rows tell of them, as identifiers and times."""
+    return not _same(one, other) or one.get("reasoning_content") != other.get("reasoning_content")
 
 
 def _checked_prompt(prompt: Messages) -> Messages:

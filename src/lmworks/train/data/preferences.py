@@ -42,6 +42,7 @@ class _Found:
     """Encoded pairs, and the rows that were left out, by reason."""
 
     pairs: list[tuple[Answer, Answer]] = field(default_factory=list)
+    prompts: list[str] = field(default_factory=list)  # what makes the prompt of each pair the same as another
     labels: list[bool] = field(default_factory=list)
     labeled: list[tuple[Preference, Answer]] = field(default_factory=list)  # for loss kto, until each has another prompt's answer
     cut: bool = False  # by the limit of the set
@@ -92,8 +93,12 @@ def build_preferences(
         }  # fmt: skip
         what = f"{body['pairs']:,} {'labeled answers' if options.loss == 'kto' else 'pairs'}"
         report_set(f"dpo.data.{data.name}: {what}", body, found.lost)
-    pairs, labels = [pair for found in every for pair in found.pairs], [label for found in every for label in found.labels]
-    manifest = {"loss_kto": options.loss == "kto", "data": counts, **_write(out_dir, pairs, labels, recipe, tokenizer)}
+    together = _Found()
+    for found in every:
+        together.pairs += found.pairs
+        together.prompts += found.prompts
+        together.labels += found.labels
+    manifest = {"loss_kto": options.loss == "kto", "data": counts, **_write(out_dir, together, recipe, tokenizer)}
     write_json(out_dir / "manifest.json", manifest)
     return manifest
 
@@ -212,7 +217,12 @@ def _encode(
                 found.labeled.append((one, answers[0]))
             else:
                 found.pairs.append((answers[0], answers[1]))
+                found.prompts.append(_key_of(one))
     return found
+
+
+def _key_of(row: Preference) -> str:
+    return hashlib.blake2b(prompt_key(row.prompt).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 def _singles(row: Preference) -> list[Preference]:
@@ -254,6 +264,7 @@ def _add_others(sets: list[_Found], tokenizer: Tokenizer, recipe: Recipe) -> Non
             mixed = encode_answer(tokenizer, row.conversation(labeled[other][1].answers[0]), row.tools)
             if mixed.inputs <= length:
                 found.pairs.append((answer, mixed))
+                found.prompts.append(_key_of(row))
                 found.labels.append(bool(row.label))
                 break
         else:
@@ -262,29 +273,35 @@ def _add_others(sets: list[_Found], tokenizer: Tokenizer, recipe: Recipe) -> Non
         raise UserError("dpo.data: no answer to another prompt fits into sequence_length after a prompt; raise dpo.sequence_length")
 
 
-def _write(
-    out_dir: Path, pairs: list[tuple[Answer, Answer]], labels: list[bool], recipe: Recipe, tokenizer: Tokenizer
-) -> dict[str, Any]:
-    """Write the splits, in a random order that depends on the seed; returns their counts."""
+def _write(out_dir: Path, found: _Found, recipe: Recipe, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Write the splits, in a random order that depends on the seed; returns their counts. All pairs of a prompt are in one split."""
     import io
 
     from lmworks.shards.indexed import IndexedWriter, token_dtype
 
     assert recipe.dpo is not None
-    order = np.random.default_rng(recipe.seed).permutation(len(pairs))
-    held_out = min(round(len(pairs) * recipe.dpo.validation_fraction), _MOST_HELD_OUT, len(pairs) - 1)
+    pairs = found.pairs
+    of_prompts: dict[str, list[int]] = {}
+    for number in np.random.default_rng(recipe.seed).permutation(len(pairs)).tolist():
+        of_prompts.setdefault(found.prompts[number], []).append(number)
+    most = min(round(len(pairs) * recipe.dpo.validation_fraction), _MOST_HELD_OUT, len(pairs) - 1)
+    most = max(most, min(map(len, of_prompts.values()))) if most and len(of_prompts) > 1 else 0  # at least one prompt
+    train: list[int] = []
+    held_out: list[int] = []
+    for group in of_prompts.values():
+        (held_out if len(held_out) + len(group) <= most else train).extend(group)
     counts: dict[str, Any] = {}
-    for split, chosen in zip(SPLITS, (order[held_out:], order[:held_out]), strict=True):
+    for split, chosen in zip(SPLITS, (train, held_out), strict=True):
         tokens = learned = 0
         if len(chosen):
             with IndexedWriter(out_dir / split, token_dtype(tokenizer.vocab_size), mask=True) as writer:
-                for number in chosen.tolist():
+                for number in chosen:
                     for answer in pairs[number]:
                         writer.add(answer.ids, answer.learned)
                         tokens, learned = tokens + len(answer.ids), learned + int(answer.learned.sum())
-            if labels:
+            if found.labels:
                 stream = io.BytesIO()
-                np.save(stream, np.array(labels)[chosen])
+                np.save(stream, np.array(found.labels)[chosen])
                 write_bytes(out_dir / f"{split}.labels.npy", stream.getvalue())
         counts[split] = {"pairs": len(chosen), "tokens": tokens, "learned_tokens": learned}
     return counts

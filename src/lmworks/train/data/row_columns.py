@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -19,12 +20,15 @@ SAID = ("completion", "response", "output", "generation", "solution", "answer", 
 """Columns with its answer. Beside a `solution`, `answer` is often only its last number."""
 _BELOW = ("input", "context")  # what a question is about
 _BESIDE = ("contexts", "passage", "options", "choices", "reasoning", "rationale", "thinking", "thinking_trajectories")
+_TARGETS = ("code", "summary", "label", "labels", "target", "targets")  # what a `text` is a question for
+CHOSEN, REJECTED = ("chosen", "chosen_response"), ("rejected", "rejected_response")
 _SYSTEM = ("system", "system_prompt")
 _MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 _LISTS = ("messages", "conversations", "conversation")
 _WORD = 20  # characters: a shorter text may be part of another word
 _OF_MESSAGES = ("role", "content", "train")
-_DIALOGUE = re.compile(r"(?:^|\n\n)(Human|Assistant):[ \t]*", re.MULTILINE)
+_DIALOGUE = re.compile(r"(?:\A|\n\n)(Human|Assistant):[ \t]*")
+TURNS_IN_TEXT = "with turns of Human: and Assistant: in one text, which are read as such"
 
 
 class Renamed(dict[str, Any]):
@@ -38,9 +42,11 @@ class NoRow(ValueError):
 
 
 def renamed(row: Any, data: TuningSet | None) -> Row:
-    """A row with the names of columns and roles that its set says (`columns`, `roles`). Raises `NoRow`."""
+    """A row with the names of columns and roles that its set says (`columns`, `roles`), and without NaN, which pandas writes for an empty
+    cell. Raises `NoRow`."""
     if not isinstance(row, Mapping):
         raise NoRow(f"no object with columns: {type(row).__name__}")
+    row = {name: value for name, value in row.items() if not (isinstance(value, float) and math.isnan(value))}
     if data is None or not (data.columns or data.roles):
         return row
     taken = {theirs for ours, theirs in data.columns.items() if ours not in _OF_MESSAGES}
@@ -72,12 +78,47 @@ def described_columns(row: Row, data: TuningSet | None = None) -> str:
     return said + (f"; columns names {', '.join(missing)}, which this row lacks" if missing else "")
 
 
+def with_values(row: Row) -> Row:
+    """A row in which numbers of a question or an answer are texts, messages that are JSON text in a column of their own are messages, and
+    the `answers` beside `tools` are the calls that answer (xLAM)."""
+    found: dict[str, Any] = {}
+    for name in dict.fromkeys((*ASKED, *SAID, *_BELOW, *CHOSEN, *REJECTED)):
+        value = row.get(name)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            found[name] = str(value)
+        elif name not in SAID and isinstance(value, str) and (messages := _messages_in(value)):
+            found[name] = messages
+    if row.get("answers") and row.get("tools") and first_of(row, SAID) is None:
+        found["answer"] = [{"role": "function_call", "content": row["answers"]}]
+    if not found:
+        return row
+    result = Renamed({**row, **found})
+    result.named = row.named if isinstance(row, Renamed) else frozenset()
+    return result
+
+
+def _messages_in(text: str) -> list[Any] | None:
+    """The messages that a text is in JSON, as in tables whose cells are texts; None for other text."""
+    if not re.match(r"\s*\[\s*\{", text):
+        return None
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if all(isinstance(one, dict) and {"role", "from"} & one.keys() for one in found) else None
+
+
 def list_in(row: Row) -> list[Any] | None:
-    """The column with a list of messages; JSON text is read. None if the row has none."""
+    """The column with a list of messages; JSON text is read. None if the row has none. Texts alone are those of the user and the assistant
+    in turn (LIMA), and so are pairs of `input` and `output` (Capybara)."""
     for name in _LISTS:
         value = row.get(name)
         if isinstance(value, str) and value.lstrip()[:1] == "[":
             value = _json(value, f"{name} that are")
+        if isinstance(value, list) and value and all(isinstance(one, Mapping) and one.keys() >= {"input", "output"} for one in value):
+            value = [pair[side] for pair in value for side in ("input", "output")]
+        if isinstance(value, list) and value and all(isinstance(one, str) for one in value):
+            return [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(value)]
         if isinstance(value, list) and all(isinstance(one, Mapping) for one in value[:1]):
             return value
     return None
@@ -117,15 +158,15 @@ def note_unused(row: Row, used: Collection[str | None], messages: Sequence[Messa
     """Count a row that has more of the question, or with `answers` of the answer, in columns that are not `used`. What `messages` say
     anyway is not meant."""
     said = "\n".join(_texts(messages))
-    names = dict.fromkeys((*ASKED, *_BELOW, *_BESIDE, *(SAID if answers else ())))
+    names = dict.fromkeys((*ASKED, *_BELOW, *_BESIDE, *(SAID if answers else ()), *(_TARGETS if "text" in used else ())))
     found = [name for name in names if name not in used and not all(_says(said, text) for text in _texts(row.get(name)))]
     if found:
         noted["with columns not used: " + ", ".join(found)] += 1
 
 
 def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield from filter(None, [value.strip()])
+    if isinstance(value, str | int | float) and not isinstance(value, bool):
+        yield from filter(None, [str(value).strip()])
     elif isinstance(value, Mapping):
         yield from (text for name, item in value.items() if name not in ("role", "from", "type") for text in _texts(item))
     elif isinstance(value, list | tuple):
@@ -139,10 +180,11 @@ def _says(said: str, text: str) -> bool:
 def history_in(row: Row) -> list[Message]:
     """The turns before the question: LLaMA-Factory's `history`, a list of [question, answer]."""
     found: list[Message] = []
-    for pair in row.get("history") or []:
+    given = row.get("history") or []
+    for pair in given if isinstance(given, list | tuple) else [None]:
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             raise NoRow("history is not a list of [question, answer]")
-        found += messages_of(pair[0], "user") + messages_of(pair[1], "assistant")
+        found += said_by("user", pair[0]) + said_by("assistant", pair[1])
     return found
 
 
@@ -151,7 +193,7 @@ def messages_of(value: Any, role: str) -> list[Message]:
     if value is None:
         return []
     if isinstance(value, str):
-        return dialogue(value) or [Message(role=role, content=value)]
+        return dialogue(value, whole=role == "assistant") or [Message(role=role, content=value)]
     if isinstance(value, Mapping):
         value = [value]
     if not isinstance(value, list | tuple):
@@ -162,8 +204,14 @@ def messages_of(value: Any, role: str) -> list[Message]:
         raise NoRow(f"malformed: {error}") from None
 
 
-def dialogue(text: str) -> list[Message]:
-    """The turns of Anthropic's form, `\\n\\nHuman: ...\\n\\nAssistant: ...`; empty for other text. An open last turn is left out."""
+def said_by(role: str, value: Any) -> list[Message]:
+    """As `messages_of`, but text is one message, whatever it quotes."""
+    return [Message(role=role, content=value)] if isinstance(value, str) else messages_of(value, role)
+
+
+def dialogue(text: str, whole: bool = False) -> list[Message]:
+    """The turns of Anthropic's form, `\\n\\nHuman: ...\\n\\nAssistant: ...`; empty for other text. An open last turn is left out. Only a
+    `whole` conversation ends with an answer: a question that does only quotes one."""
     marks = list(_DIALOGUE.finditer(text))
     if not marks or text[: marks[0].start()].strip() or marks[0][1] != "Human" or len(marks) < 2:
         return []
@@ -172,19 +220,36 @@ def dialogue(text: str) -> list[Message]:
     turns = [(roles[mark[1]], text[mark.end() : end].strip()) for mark, end in zip(marks, ends, strict=True)]
     if not turns[-1][1]:
         turns.pop()
+    if turns[-1][0] == "assistant" and not whole:
+        return []
     return [Message(role=role, content=said) for role, said in turns]
+
+
+def is_dialogue(asked: Any) -> bool:
+    """Whether a question is text with the turns of a dialogue."""
+    return isinstance(asked, str) and bool(dialogue(asked))
+
+
+def answer_to(asked: Any, said: Any, noted: Counter[str]) -> Any:
+    """An answer as a column has it. Behind a dialogue, whose `Assistant:` a space follows, text is without white space around it."""
+    noted[TURNS_IN_TEXT] += int(is_dialogue(asked) or (isinstance(said, str) and bool(dialogue(said, whole=True))))
+    return said.strip() if isinstance(said, str) and is_dialogue(asked) else said
 
 
 def with_system(row: Row, messages: list[Message], noted: Counter[str]) -> list[Message]:
     """Messages behind the system prompt that the row has in a column. A system message among them counts more."""
     name = first_of(row, _SYSTEM)
-    text = row[name] if name else None
-    if not isinstance(text, str) or not text.strip():
+    given = row[name] if name else None
+    prompts = said_by("system", given) if isinstance(given, str | list | Mapping) and given else []
+    prompts = [one for one in prompts if not one.empty]
+    if not prompts:
         return messages
+    if any(one["role"] != "system" for one in prompts):
+        raise NoRow(f"malformed: {name} has messages that are none of the system")
     if messages and messages[0]["role"] == "system":
-        noted["with a system column beside another system message, which is used"] += int(messages[0]["content"] != text)
+        noted["with a system column beside another system message, which is used"] += int(messages[0]["content"] != prompts[0]["content"])
         return messages
-    return [Message(role="system", content=text), *messages]
+    return [*prompts, *messages]
 
 
 def tools_in(row: Row) -> list[dict[str, Any]] | None:
