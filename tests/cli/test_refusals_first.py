@@ -450,6 +450,16 @@ CASES: dict[str, tuple[str, str, Make]] = {
         "leaves no room for the bytes",
         lambda p: p.training(tokenizer={"vocab_size": 320, "kind": "sentencepiece"}),
     ),
+    "more special tokens than memory": (
+        "tokenizer.train check",
+        "256000000000 special tokens; set it to at least 256000000256",
+        lambda p: p.training(tokenizer={"num_special_tokens": 256_000_000_000}),
+    ),
+    "a context beyond all numbers": (
+        "recipe.phases extended",
+        "is too large; lower it",
+        lambda p: p.training(export={"rope": {"scaling": "yarn", "factor": 1e95}}),
+    ),
 }
 
 

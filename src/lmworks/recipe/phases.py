@@ -15,7 +15,7 @@ from lmworks.errors import UserError
 from lmworks.recipe.schema.artifacts import RopeExtension
 from lmworks.recipe.schema.model import Model, Rope
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.recipe.schema.units import Tokens
+from lmworks.recipe.schema.units import LARGEST, Tokens
 
 
 def in_force(recipe: Recipe) -> list[Model]:
@@ -59,6 +59,8 @@ def extended(model: Model, context: int, extension: RopeExtension) -> Model:
     changes = {
         "scaling": extension.scaling, "factor": extension.factor, "original_max_position_embeddings": Tokens.parse(f"{context} tokens"),
     }  # fmt: skip
+    if context * extension.factor > LARGEST:
+        raise UserError(f"a factor of {extension.factor:g} on the context of {context:,} tokens is too large; lower it")
     longer = Tokens.parse(f"{int(context * extension.factor)} tokens")
     stretched = Rope.model_validate(rope.model_copy(update=changes).__dict__)
     changed = model.model_copy(update={"rope": stretched, "max_position_embeddings": longer})

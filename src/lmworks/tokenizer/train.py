@@ -82,11 +82,10 @@ def train(
 def check(recipe: Recipe) -> None:
     """Raise `UserError` if a vocabulary of this size cannot be learned, whatever the text."""
     options = recipe.tokenizer
-    names = special.names(options.num_special_tokens)
-    least = len(names) + (256 if options.kind == "bytes" else 320)
+    least = options.num_special_tokens + (256 if options.kind == "bytes" else 320)
     if not options.path and options.vocab_size < least:
-        raise UserError(f"tokenizer.vocab_size {options.vocab_size} leaves no room for the bytes, an alphabet and {len(names)} special "
-                        f"tokens; set it to at least {least}")
+        raise UserError(f"tokenizer.vocab_size {options.vocab_size} leaves no room for the bytes, an alphabet and "
+                        f"{options.num_special_tokens} special tokens; set it to at least {least}")
 
 
 def _keep(recipe: Recipe, corpus_dir: Path, out_dir: Path, trained: str | None) -> dict[str, Any]:

@@ -1,6 +1,8 @@
 """Mistakes in units and in what is derived from a recipe."""
 
 MUTANTS = [
+    ("recipe.phases:extended", "if context * extension.factor > LARGEST:", "if False:", "A context beyond all numbers is refused.",
+     "cli/test_refusals_first.py"),
     ("recipe.gguf_model:_llama3", "slope = 1.001 * max(", "slope = max(", "A frequency beside the limit is kept in fp32 too.",
      "recipe/test_gguf_rope.py"),
     ("recipe.gguf_model:_llama3", "digits = 6 if len(line) > 1 else 12", "digits = 6",
