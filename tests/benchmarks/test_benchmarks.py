@@ -25,18 +25,16 @@ TOYS = {
     "minhash": ["--documents", "200", "--millions", "0.01"],
     "muon_adamw": [RUN, "--results", f"{OUT}/muon.jsonl", "--seeds", "1", "--processes", "1"],
     "muon_sharded": ["--rounds", "1"],
-    "recovery": ["--times", "1", "--arms", "eager"],
     "serving": ["--engines", f"{OUT}/none", "--shape", "dense", "--concurrent", "2", "--rounds", "2"],
     "size_table": [],
     "step_costs": [],
     "tokenizer": ["--megabytes", "1", "--vocab-size", "1000", "--rounds", "1"],
-    "train_cpu": ["--shape", "dense", "--steps", "1", "--no-compiled-peer"],
     "weak_scaling": ["--rows", "1", "--accumulation", "1", "--rounds", "1", "--dense"],
 }  # fmt: skip
-# What takes hours, other programs or packages that nobody may install here, and the programs that others start.
+# What takes many minutes at any size, needs other programs, packages or models, and the programs that others start.
 OTHERS = {
     "alignment", "corpus", "corpus_datatrove", "filters", "ladder", "layer_types", "learning", "nanochat_parts", "pretrained_rates",
-    "train_cpu_peer",
+    "recovery", "train_cpu", "train_cpu_peer",
 }  # fmt: skip
 
 

@@ -110,6 +110,8 @@ def test_what_only_looks_like_it_stays(text: str) -> None:
 def test_nothing_stands_between_chinese_and_an_item(kind: str, value: str) -> None:
     assert mask(f"请联系{value}谢谢", ALL)[0] == f"请联系<{kind.upper()}>谢谢"
     assert mask(f"联系：{value}。", ALL)[0] == f"联系：<{kind.upper()}>。"
+    for before, after in (("联系：", "（工作日）"), ("（", "）"), ("联系：", "，24小时"), ("（见附）", "／QQ")):
+        assert mask(f"{before}{value}{after}", ALL)[0] == f"{before}<{kind.upper()}>{after}"
 
 
 def test_a_key_that_is_cut_off_goes_all_the_same() -> None:
@@ -122,6 +124,8 @@ def test_a_key_that_is_cut_off_goes_all_the_same() -> None:
 def test_a_number_after_its_name_and_a_key_after_its_name() -> None:
     assert mask("联系电话：010-65529988", ALL)[0] == "联系电话：<PHONE>"
     assert mask("手机号13817356692", ALL)[0] == "手机号<PHONE>"
+    assert mask("电话（０１０）65529988", ALL)[0] == "电话<PHONE>"
+    assert mask("手机13812345678，13912345678／13712345678", ALL)[0] == "手机<PHONE>，<PHONE>／<PHONE>"
     assert mask("ip=85.214.132.117 client_ip=14.15.16.17", ALL)[0] == "ip=<IP> client_ip=<IP>"
     assert mask("x=85.214.132.117", ALL)[0] == "x=85.214.132.117"
     assert mask(f"AWS_SECRET_ACCESS_KEY={TOKEN}", ALL)[0] == "AWS_SECRET_ACCESS_KEY=<SECRET>"

@@ -2,6 +2,10 @@
 
 _READERS, _MARKUP = "corpus/test_corpus_readers.py", "corpus/test_corpus_markup.py"
 MUTANTS = [
+    ("corpus.transform.pii_finders:_FULL_WIDTH", 'if re.match(r"[\\w+.@-]", chr(code - 0xFEE0))', "",
+     "Full-width punctuation ends an address or a number, as no punctuation of code would.", "corpus/test_steps_pii.py"),
+    ("corpus.transform.pii_finders:ascii_form", 'return _BRACKETS.sub(r"(\\1)", text.translate(_PLAIN))', "return text.translate(_PLAIN)",
+     "Full-width brackets around an area code are those of a number.", "corpus/test_steps_pii.py"),
     ("corpus.read.listing:_walk", "and is_found_itself(name))", "and False)", "A file is not read by its links too.",
      "cli/test_init_command.py::test_links_within_the_folder_are_read_where_they_lead"),
     ("corpus.engine.assembling:_empty_sources", "for part in job.parts[report.name] for file", "for part in () for file",

@@ -71,12 +71,15 @@ Finder = Callable[[str], Iterator[Span]]
 
 # marks of direction, between which numbers stand in Arabic and Hebrew, and word boundaries of scripts without spaces
 _UNSEEN = "\u200b\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
-_PLAIN = {ord(char): str(unicodedata.decimal(char, char)) for char in characters(r"[\p{Nd}--\p{ASCII}]")}
-_PLAIN |= {code: chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)} | dict.fromkeys(map(ord, "‐‑‒–−"), "-")
+# Of full-width punctuation only what numbers and addresses are written with: the rest ends them, while ASCII's is often that of code.
+_FULL_WIDTH = {code: chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F) if re.match(r"[\w+.@-]", chr(code - 0xFEE0))}
+_PLAIN = _FULL_WIDTH | {ord(char): str(unicodedata.decimal(char, char)) for char in characters(r"[\p{Nd}--\p{ASCII}]")}
+_PLAIN |= dict.fromkeys(map(ord, "‐‑‒–−"), "-")
 _PLAIN |= dict.fromkeys(map(ord, "\u00a0\u2009\u202f\u3000"), " ")
 _PLAIN |= dict.fromkeys(map(ord, _UNSEEN), " ")
 _PLAIN = {code: char for code, char in _PLAIN.items() if code < 0x10000}  # the search takes ten times as long with others
-_FOREIGN = re.compile(f"[{''.join(map(chr, _PLAIN))}]")
+_FOREIGN = re.compile(f"[（{''.join(map(chr, _PLAIN))}]")
+_BRACKETS = re.compile(r"（(\+?[0-9]{1,5})）")  # around an area code
 
 _DIGITS = re.compile(r"[0-9][0-9 .()/-]{5,60}[0-9]")  # every kind of number contains a match
 
@@ -180,9 +183,11 @@ def without_overlaps(spans: Iterable[Span]) -> Iterator[Span]:
 
 
 def ascii_form(text: str) -> str:
-    """The text with digits of all scripts, full-width forms, dashes and spaces as ASCII, and marks of direction as spaces; of the same
-    length."""
-    return text.translate(_PLAIN) if not text.isascii() and _FOREIGN.search(text) else text
+    """The text with digits of all scripts, full-width letters and signs of numbers, dashes and spaces as ASCII, and marks of direction as
+    spaces; of the same length."""
+    if text.isascii() or not _FOREIGN.search(text):
+        return text
+    return _BRACKETS.sub(r"(\1)", text.translate(_PLAIN))
 
 
 def emails(text: str) -> Iterator[Span]:
