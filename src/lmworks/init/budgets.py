@@ -14,12 +14,10 @@ from lmworks.init.meaning import Found
 from lmworks.plan.counts import FROZEN, TRAINED
 from lmworks.plan.layout import MARGIN, devices
 from lmworks.plan.memory import GIB, state_bytes
-from lmworks.recipe.scaling_laws import TOKENS_PER_PARAMETER, optimal_size
+from lmworks.recipe.scaling_laws import EPOCHS_AS_NEW, TOKENS_PER_PARAMETER, optimal_size
 from lmworks.recipe.schema.align import Dpo
 from lmworks.recipe.schema.layout import Cluster
 
-READINGS = 4
-"""Epochs that are nearly as good as new text (arXiv:2305.16264)."""
 SMALLEST = 100_000
 """Parameters of the smallest model; less text than it needs trains no model from random weights where there is anything else to do."""
 FEWEST = 20  # steps of a stage
@@ -53,7 +51,7 @@ class Budgets:
     tokenizer: str = ""
     text_tokens: int = 0
     tokens: int = 0
-    readings: float = READINGS
+    readings: float = EPOCHS_AS_NEW
     bytes_per_token: float = BYTES_PER_TOKEN
     stages: list[str] = field(default_factory=list)
 
@@ -87,7 +85,7 @@ def vocabulary(budgets: Budgets) -> int:
     """A vocabulary whose embedding does not outweigh the layers: 4,096 entries below 10M parameters, as most shipped recipes have, 16,384
     below 100M, 49,152 below 1B (the presets' choice), then 98,304."""
     size = optimal_size(budgets.seconds, devices(budgets.cluster) * budgets.cluster.tflops * 1e12 * budgets.cluster.mfu)
-    size = min(size, READINGS * budgets.text_tokens // TOKENS_PER_PARAMETER)
+    size = min(size, EPOCHS_AS_NEW * budgets.text_tokens // TOKENS_PER_PARAMETER)
     return next((entries for most, entries in ((1e7, 4096), (1e8, 16_384), (1e9, 49_152)) if size < most), 98_304)
 
 

@@ -22,7 +22,7 @@ from lmworks.recipe.document import parse_file
 from lmworks.recipe.gguf_model import find_gguf
 from lmworks.recipe.load import find, load_cluster
 from lmworks.recipe.parameters import count_active_parameters
-from lmworks.recipe.scaling_laws import TOKENS_PER_PARAMETER, parse_size
+from lmworks.recipe.scaling_laws import EPOCHS_AS_NEW, TOKENS_PER_PARAMETER, parse_size
 from lmworks.recipe.schema.artifacts import Shards
 from lmworks.recipe.weights import Weights, find_weights
 from lmworks.tokenizer.opening import load
@@ -79,7 +79,7 @@ def propose(folder: str, start_from: str | None, time: float | None, cluster: st
         notes.append(f"the tokenizer {seen.tokenizers[0]} is left out, since the weights of {start} need their own")
     budgets.bytes_per_token = sizing.measure_bytes_per_token(texts, budgets.vocab_size, encoder)
     budgets.text_tokens = round(sum(one.text_bytes for one in documents) / budgets.bytes_per_token)
-    least = SMALLEST * TOKENS_PER_PARAMETER // sizing.READINGS if start is None else sizing.FEWEST * 512
+    least = SMALLEST * TOKENS_PER_PARAMETER // EPOCHS_AS_NEW if start is None else sizing.FEWEST * 512
     pretrains = bool(documents) and (not later or budgets.text_tokens >= least)
     if documents and not pretrains:
         taught = "a model from random weights" if start is None else "the base model"
@@ -168,7 +168,7 @@ def _encoder(path: Path | None) -> Callable[[str], int] | None:
 def _choose_size(budgets: Budgets, render: Callable[[], str]) -> None:
     """The size that is compute-optimal for the time on the machines, or for the text where there is less. Raises `UserError` for too little
     text."""
-    text, most = budgets.text_tokens, sizing.READINGS * budgets.text_tokens
+    text, most = budgets.text_tokens, EPOCHS_AS_NEW * budgets.text_tokens
     if not budgets.tokenizer:
         budgets.vocab_size = sizing.vocabulary(budgets)
     budgets.size, budgets.tokens, budgets.base = amount(SMALLEST), TOKENS_PER_PARAMETER * SMALLEST, SMALLEST
@@ -179,7 +179,7 @@ def _choose_size(budgets: Budgets, render: Callable[[], str]) -> None:
         size = max(SMALLEST, int(float(f"{most / TOKENS_PER_PARAMETER:.2g}")))
         budgets.tokens = most
         budgets.size_why = (
-            f"Parameters, as few as {sizing.READINGS} readings of about {amount(text)} tokens are compute-optimal for "
+            f"Parameters, as few as {EPOCHS_AS_NEW} readings of about {amount(text)} tokens are compute-optimal for "
             f"({TOKENS_PER_PARAMETER} per parameter, arXiv:2203.15556); the time would pay for {amount(plan.tokens)} tokens: more text "
             "allows a larger model."
         )

@@ -13,11 +13,12 @@ from pathlib import Path
 import yaml
 
 from lmworks.errors import UserError
-from lmworks.init.budgets import READINGS, Budgets, continue_budget, dpo_budget, grpo_budget, tune_budget
+from lmworks.init.budgets import Budgets, continue_budget, dpo_budget, grpo_budget, tune_budget
 from lmworks.init.meaning import Found
 from lmworks.io.masking import mask
 from lmworks.plan.layout import devices
 from lmworks.recipe.load import Resolved, load_recipe_text
+from lmworks.recipe.scaling_laws import EPOCHS_AS_NEW
 from lmworks.ui.amounts import amount
 from lmworks.ui.amounts import size as size_text
 
@@ -146,7 +147,7 @@ def _pretraining(sources: Sequence[Found], budgets: Budgets, continued: bool) ->
         f"tokenizer: {{path: {scalar(budgets.tokenizer)}, as_is: true}}" if budgets.tokenizer else
         f"tokenizer: {{vocab_size: {budgets.vocab_size}}}",
         *(["model: {tie_word_embeddings: true}  # in a small model the embedding is much of it"] if budgets.base < 5e8 else []),
-        f"shards: {{max_epochs: {budgets.readings:g}}}  # of a source; {READINGS} are nearly as good as new text (arXiv:2305.16264)",
+        f"shards: {{max_epochs: {budgets.readings:g}}}  # of a source; {EPOCHS_AS_NEW} are nearly as good as new text (arXiv:2305.16264)",
         "", "train:", "  phases:", "    - name: general",
         f"      tokens: {amount(budgets.tokens)} tokens", f"      mixture: {{{mixture}}}  # by amount of text",
     ]  # fmt: skip

@@ -20,7 +20,6 @@ from lmworks.plan.laws import LossLaw
 from lmworks.ui.amounts import amount
 
 LEVEL = 0.9  # of the intervals
-EPOCHS = 4.0  # of a source, up to which repeated text is nearly as good as new text (arXiv:2305.16264)
 FACTOR = 2.0  # each way: the widest interval of an optimal size that is one
 EFFECT = 0.5  # of the median, each way: the widest interval of the effect of size or tokens that is one
 _MOST_RUNS = 6  # that are proposed

@@ -27,8 +27,9 @@ from itertools import product
 import numpy as np
 
 from lmworks.errors import UserError
-from lmworks.ladder.design import EPOCHS, Design, Point, judge, require_rank
+from lmworks.ladder.design import Design, Point, judge, require_rank
 from lmworks.plan.laws import FittedTo, LossLaw
+from lmworks.recipe.scaling_laws import EPOCHS_AS_NEW
 
 PARAMETERS = 6  # of the law
 HUBER = 1e-3  # of log loss; larger residuals count linearly
@@ -185,10 +186,11 @@ def doubts(law: LossLaw, points: Sequence[Point]) -> list[str]:
             f"the law describes these runs only to within {missed:.1%}, so predictions can miss by more than their intervals: look at the "
             "residuals; it does not hold in the first part of training, so leave out the runs with the fewest tokens, or train for longer"
         )
-    if repeated := [one.epochs for one in points if one.epochs > EPOCHS]:
+    if repeated := [one.epochs for one in points if one.epochs > EPOCHS_AS_NEW]:
         found.append(
-            f"{len(repeated)} of {len(points)} runs read a source more than {EPOCHS:g} times (up to {max(repeated):,.0f}), beyond which "
-            "repeated text is worth less than new text (arXiv:2305.16264), and the law does not tell them apart: add text, or lower tokens"
+            f"{len(repeated)} of {len(points)} runs read a source more than {EPOCHS_AS_NEW} times (up to {max(repeated):,.0f}), beyond "
+            "which repeated text is worth less than new text (arXiv:2305.16264), and the law does not tell them apart: add text, or lower "
+            "tokens"
         )
     if len({(one.parameters, one.seed) for one in points}) == len({one.parameters for one in points}):
         found.append(

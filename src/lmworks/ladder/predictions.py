@@ -29,7 +29,7 @@ from lmworks.ladder.comparable import (
     require_one_ladder,
     require_same_schedule,
 )
-from lmworks.ladder.design import EPOCHS, BenchmarkScore
+from lmworks.ladder.design import BenchmarkScore
 from lmworks.ladder.points import (
     batches_of,
     epochs_of,
@@ -48,6 +48,7 @@ from lmworks.plan.laws import BENCHMARK_NAME, LAW_FILE, MOST_ITEMS, DownstreamLa
 from lmworks.recipe.changes import as_tree
 from lmworks.recipe.former import translated
 from lmworks.recipe.load import Resolved, load_resolved
+from lmworks.recipe.scaling_laws import EPOCHS_AS_NEW
 from lmworks.recipe.schema.evaluate import Evaluate
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.timeline import Timeline
@@ -298,14 +299,14 @@ def more_weight_decay(folder: Path, recipe: Recipe) -> str:
 
 
 def repeated_text(folder: Path, recipe: Recipe) -> str:
-    """What to say of a predicted run that reads its text more than `EPOCHS` times; empty if it does not, or if it is not known."""
+    """What to say of a predicted run that reads its text more than `EPOCHS_AS_NEW` times; empty if it does not, or if it is not known."""
     found = epochs_of(_settings(folder).first_run, recipe)
-    if found <= EPOCHS:
+    if found <= EPOCHS_AS_NEW:
         return ""
     return (
         f"repeated text: with the shards of the ladder, the run reads a source {found:,.0f} times. The law counts tokens that are read "
-        f"again as new ones, and beyond about {EPOCHS:g} times they are worth less (arXiv:2305.16264), so the predicted loss is likely too "
-        "low: add text, or lower tokens"
+        f"again as new ones, and beyond about {EPOCHS_AS_NEW} times they are worth less (arXiv:2305.16264), so the predicted loss is "
+        "likely too low: add text, or lower tokens"
     )
 
 

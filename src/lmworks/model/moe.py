@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lmworks.model.layers import Adapter, Linear, feed_forward, relu2
 from lmworks.model.operators import operator, register_autograd, register_fake
 from lmworks.model.router import Router, Routing
-from lmworks.recipe.schema.model import Moe
+from lmworks.recipe.schema.model import ROUTER_EPS, Moe
 
 Adapters = tuple[Adapter | None, Adapter | None, Adapter | None]
 Weights = tuple[Tensor | None, Tensor, Tensor]
@@ -107,7 +107,7 @@ class MoE(nn.Module):
     width, between two projections (LatentMoE, arXiv:2601.18089). `eps` is added to the sum by which the weights of a token's
     experts are divided."""
 
-    def __init__(self, moe: Moe, size: int, activation: str = "silu", eps: float = 1e-20) -> None:
+    def __init__(self, moe: Moe, size: int, activation: str = "silu", eps: float = ROUTER_EPS) -> None:
         super().__init__()
         self.router = Router(moe, size, eps)
         self.experts = Experts(moe, moe.moe_latent_size or size, activation)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lmworks.host.devices import at_least_fp32
-from lmworks.recipe.schema.model import Moe
+from lmworks.recipe.schema.model import ROUTER_EPS, Moe
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Router(nn.Module):
     bias: Tensor
     temperature: Tensor
 
-    def __init__(self, moe: Moe, size: int, eps: float = 1e-20) -> None:
+    def __init__(self, moe: Moe, size: int, eps: float = ROUTER_EPS) -> None:
         super().__init__()
         self.moe, self.eps = moe, eps
         self.weight = nn.Parameter(torch.empty(moe.n_routed_experts, size))

@@ -14,6 +14,7 @@ from lmworks.plan.costs import device_hours, seconds
 from lmworks.plan.counts import FROZEN, TRAINED
 from lmworks.plan.layout import MARGIN, devices
 from lmworks.plan.memory import GIB, state_bytes
+from lmworks.recipe.scaling_laws import EPOCHS_AS_NEW
 from lmworks.recipe.schema.layout import Cluster
 from lmworks.ui.amounts import amount, days, size
 
@@ -35,7 +36,6 @@ _TUNE_EPOCHS = 3
 _FEW_EXAMPLES = 1_000  # good examples that suffice for form (LIMA, arXiv:2305.11206)
 _SKILL_EXAMPLES = 10_000
 _CONTINUE_TOKENS = 100_000_000  # distinct tokens of the field below which tuning and retrieval do as well
-_REPEATS = 4  # epochs that are nearly as good as new text (arXiv:2305.16264)
 _REPLAY: dict[str, float] = {"knowledge": 0.05, "language": 0.25}  # of general text, for a weak and a strong shift (arXiv:2403.08763)
 _BASE_TOKENS = 10e12  # of an open base model; published ones have seen 2T to 36T
 _ADAPTERS = 0.01  # of the parameters of the base model, which low-rank adapters train
@@ -170,10 +170,10 @@ def _continue(situation: Situation) -> _Judged:
     if situation.need not in _REPLAY:
         return _Judged("continue", False, "more text of a field changes what a model knows, which is not what is missing here")
     replay = _REPLAY[situation.need]
-    wanted, paid = _REPEATS * situation.tokens / (1 - replay), situation.flops / (TRAINED * situation.base)
+    wanted, paid = EPOCHS_AS_NEW * situation.tokens / (1 - replay), situation.flops / (TRAINED * situation.base)
     tokens = min(wanted, paid)
     cost = _seconds(situation, tokens)
-    epochs = min(_REPEATS, paid * (1 - replay) / max(1, situation.tokens))
+    epochs = min(EPOCHS_AS_NEW, paid * (1 - replay) / max(1, situation.tokens))
     text = f"{amount(situation.tokens)} distinct tokens for {epochs:.2g} epochs, with {replay:.0%} of general text against forgetting"
     if situation.tokens < _CONTINUE_TOKENS:
         reason = f"{text}; below {amount(_CONTINUE_TOKENS)} retrieval and tuning do as well"
@@ -204,8 +204,8 @@ def _train(situation: Situation) -> _Judged:
             f"{_START} s to start it"
         )
         return _Judged("train", True, limit, *figures, affordable=False)
-    enough = _REPEATS * situation.tokens >= made.tokens
-    short = "" if enough else f"; {amount(made.tokens / _REPEATS)} distinct tokens are needed for that, add public text"
+    enough = EPOCHS_AS_NEW * situation.tokens >= made.tokens
+    short = "" if enough else f"; {amount(made.tokens / EPOCHS_AS_NEW)} distinct tokens are needed for that, add public text"
     return _Judged("train", True, known + short, *figures)
 
 

@@ -90,7 +90,7 @@ class Shares:
 
     @classmethod
     def of(cls, phase: Phase, layout: Layout) -> Shares:
-        return cls(phase.global_batch_tokens // phase.sequence_length, layout.dp_replicate * layout.dp_shard)
+        return cls(phase.global_batch_tokens // phase.sequence_length, layout.data_ranks)
 
     @property
     def largest(self) -> int:

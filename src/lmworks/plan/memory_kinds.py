@@ -133,7 +133,7 @@ def step_memory(
     named = next((one for one in planned.train.phases if one.name == stage), None)
     of = planned.train.phases[phase] if base or named is None else named
     of = of.model_copy(update={"sequence_length": Tokens(length)})
-    ranks = recipe.layout.dp_replicate * recipe.layout.dp_shard
+    ranks = recipe.layout.data_ranks
     own = max(1, -(-rows // ranks))
     micro_batch_size = min(micro_batch_size, own)
     return StepMemory(planned, cluster, of, micro_batch_size, -(-own // micro_batch_size), pipeline_stage)

@@ -11,7 +11,7 @@ from lmworks.plan import stages as stage_data
 from lmworks.plan.automatic import choose_layout
 from lmworks.plan.costs import Disk, Overheads, Saves, courses, device_hours, disk, overheads, phase_steps, saves, seconds
 from lmworks.plan.counts import Counts, count_by_component, flops_per_token
-from lmworks.plan.layout import MARGIN, DoesNotFit, Placement, choose, describe, devices
+from lmworks.plan.layout import MARGIN, DoesNotFit, Placement, Shares, choose, describe, devices
 from lmworks.plan.memory import GIB, kv_cache_bytes, kv_cache_shrink
 from lmworks.plan.stages import StageData, assumptions, lora_of, recipe_until, stages_as_phases
 from lmworks.recipe import scaling_laws
@@ -200,14 +200,12 @@ class Plan:
                     "activation checkpointing (train.activation_checkpointing)"
                 )
         for phase in self.phases:
-            if (waits := phase.overheads.uneven_shares) and phase.measured_seconds is None:
-                layout = phase.placed.layout
-                ranks = layout.dp_replicate * layout.dp_shard
-                batch = -(-phase.batch_tokens // (ranks * phase.sequence_length)) * ranks * phase.sequence_length
+            shares = Shares(phase.batch_tokens // phase.sequence_length, phase.placed.layout.data_ranks)
+            if shares.idle and phase.measured_seconds is None:
                 yield (
-                    f"{phase.name}: {ranks:,} data ranks share the {phase.batch_tokens // phase.sequence_length:,} sequences of a step "
-                    f"unevenly, and wait for each other in {waits / (waits + phase.compute_seconds):.2g} of it; set "
-                    f"global_batch_tokens={batch}, which is a multiple"
+                    f"{phase.name}: {shares.ranks:,} data ranks share the {shares.sequences:,} sequences of a step unevenly, and wait for "
+                    f"each other in {shares.idle:.2g} of it; set "
+                    f"global_batch_tokens={shares.ranks * shares.largest * phase.sequence_length}, which is a multiple"
                 )
         idle: dict[tuple[float, int, int], tuple[list[str], Layout]] = {}
         for phase in self.phases:

@@ -233,7 +233,7 @@ def derive_missing(
             law = f"({critical:g} tokens / size)^{exponent:g}, where the critical batch is that size (arXiv:2001.08361, equation 1.4)"
             derive(("train", "phases", index, "batch_ramp", "losses"), tuple(ramp.loss_of(int(size)) for size in ramp.sizes), law)
 
-    replicas = recipe.layout.dp_replicate * recipe.layout.dp_shard
+    replicas = recipe.layout.data_ranks
     stages = recipe.micro_batch_stages
     most = max(1, _FORWARD_TOKENS // max((int(stage.sequence_length) for stage in stages), default=_FORWARD_TOKENS))
     batches = [stage.global_batch_tokens // stage.sequence_length for stage in stages if isinstance(stage, Phase | Tune)]

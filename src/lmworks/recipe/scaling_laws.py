@@ -28,6 +28,8 @@ from lmworks.recipe.parameters import count_parameters
 from lmworks.recipe.schema.model import Model
 from lmworks.recipe.schema.units import scaled
 
+EPOCHS_AS_NEW = 4
+"""Epochs of a source, up to which repeated text is nearly as good as new text (Muennighoff et al., arXiv:2305.16264)."""
 TOKENS_PER_PARAMETER = 20
 NOMINAL_SPEED = 1e11  # FLOP/s of a machine that nobody has measured
 SPECTRAL_RATE = 0.02

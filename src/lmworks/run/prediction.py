@@ -65,7 +65,7 @@ class MeasuredMfu:
 def _micro_batches(recipe: Recipe, length: int) -> int:
     """Of a rank in a step with sequences of `length`, without a ramp of the batch size."""
     tokens = max((int(phase.global_batch_tokens) for phase in recipe.train.phases if phase.sequence_length == length), default=0)
-    ranks = recipe.layout.dp_replicate * recipe.layout.dp_shard
+    ranks = recipe.layout.data_ranks
     return -(-tokens // (length * ranks * (recipe.train.micro_batch_sequences or 1)))
 
 

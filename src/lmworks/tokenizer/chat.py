@@ -166,6 +166,11 @@ def checked(messages: Sequence[dict[str, Any]], split_thoughts: bool = True) -> 
     return [with_thoughts(message) if split_thoughts and message["role"] == "assistant" else message for message in found]
 
 
+def begin_of_thoughts(content: str, thoughts: str) -> int:
+    """Where the thoughts of a content begin: they may also be a part of their mark, as `think`, or of the text before it."""
+    return content.rindex(thoughts, 0, content.index("</think>"))
+
+
 def with_thoughts(message: Message) -> Message:
     """An answer with its thoughts as `reasoning_content`: as in the published template, text before the last </think> is thought."""
     content = message["content"]
@@ -176,7 +181,7 @@ def with_thoughts(message: Message) -> Message:
     answer = after.lstrip("\n")
     if not (spans := message.untrained.get("content")):
         return message.saying(reasoning_content=thoughts, content=answer)
-    begin = content.rindex(thoughts, 0, content.index("</think>"))
+    begin = begin_of_thoughts(content, thoughts)
     at = {"reasoning_content": (begin, thoughts), "content": (len(content) - len(answer), answer)}
     moved = {name: [(max(a - begin, 0), min(b - begin, len(text))) for a, b in spans if a < begin + len(text) and b > begin]
              for name, (begin, text) in at.items()}  # fmt: skip

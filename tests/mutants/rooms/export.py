@@ -23,7 +23,7 @@ MUTANTS = [
      "An export whose tensors differ is refused whatever its logits are.", "export/test_parity.py"),
     ("export.parity:_use_one_table", 'name.rpartition(".")[2]', 'name.rpartition("rotary_emb.")[2]',
      "Tables of RoPE that differ in the last bits are equal, whatever a class calls them.", "export/test_parity.py"),
-    ("recipe.schema.model:Model.router_eps", "1e-20 if self.short_conv is None else 1e-6", "1e-20",
+    ("recipe.schema.model:Model.router_eps", "ROUTER_EPS if self.short_conv is None else 1e-6", "ROUTER_EPS",
      "The weights of experts are normalized as in the class of the model.", "export/test_parity.py"),
     ("export.parity:Parity.reason", "self.relative <= self.bound", "self.relative <= 1e3 * self.bound",
      "An export is compared within rounding.", "export/test_parity.py"),

@@ -46,7 +46,7 @@ MUTANTS = [
      "cli/test_layout_auto.py"),
     ("plan.costs:overheads", "uneven_shares=compute * uneven / (1 - uneven),", "", "The time has the waiting of uneven shares.",
      "plan/test_overheads.py"),
-    ("plan.plan:Plan.warnings", "if (waits := phase.overheads.uneven_shares) and", "if (waits := 0.0) and",
+    ("plan.plan:Plan.warnings", "if shares.idle and", "if False and",
      "Plans warn of uneven shares.", "plan/test_overheads.py"),
     ("plan.automatic:ranks_here", "if took <= least:", "if took < least:", "No rank is started that saves no round.",
      "cli/test_layout_auto.py"),

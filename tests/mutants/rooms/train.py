@@ -369,7 +369,7 @@ MUTANTS = [
     ("train.rewards:_program", "codes = python or ", "codes = ", "A block of another language is not the program.", _TESTS),
     ("train.rewards:_program", "dedent(found[", "(found[", "A program in a list is read.", _TESTS),
     ("train.data.row_files:read_files", 'split != "train"', "False", "A split of files that is not read is refused.", _ROWS),
-    ("train.data.masks:_unlearned", 'content.rindex(thoughts, 0, content.index("</think>"))', "content.index(thoughts)",
+    ("tokenizer.chat:begin_of_thoughts", 'content.rindex(thoughts, 0, content.index("</think>"))', "content.index(thoughts)",
      "A thought that is a part of its mark is not trained.", _ROWS),
     ("train.data.masks:_goes_on", "one.learned for one", "True for one", "A call is trained if no answer after it is.", _CHATS),
     ("train.data.masks:examples", "+= int(end < len(messages))", "+= 0", "Turns that nobody answers are counted.", _CHATS),

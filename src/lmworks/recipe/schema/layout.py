@@ -62,6 +62,11 @@ class Layout(Node):
             raise ValueError(f"layout.auto chooses all axes; leave out {', '.join(given)}, or auto")
         return self
 
+    @property
+    def data_ranks(self) -> int:
+        """The groups of ranks that share the sequences of a step."""
+        return self.dp_replicate * self.dp_shard
+
     def overrides(self) -> list[str]:
         """The layout as arguments of `--set`."""
         return [f"layout.{axis}={json.dumps(value)}" for axis, value in self if value is not None]

@@ -25,6 +25,8 @@ SECTIONS: dict[str, tuple[str, ...]] = {
 _SERVED_BY = {kind: [name for name in SECTIONS if kind in SECTIONS[name]] for kinds in SECTIONS.values() for kind in kinds}
 _FEED_FORWARD = frozenset({"mlp", "moe"})  # entries of `layer_types` without a mixer
 _MOST_ENTRIES = (1 << 31) - 1  # of a vocabulary: token ids are int32
+ROUTER_EPS = 1e-20
+"""What the classes of DeepSeek-V3 and GLM-4 add to the sum that normalizes the weights of a token's experts."""
 _SLOWEST = 87.0  # -log of the smallest frequency of RoPE, a normal number of fp32
 
 
@@ -503,9 +505,9 @@ class Model(Node):
 
     @property
     def router_eps(self) -> float:
-        """What is added to the sum that normalizes the weights of a token's experts: as in the classes of DeepSeek-V3 and of LFM2-MoE, the
-        only one with experts beside convolutions."""
-        return 1e-20 if self.short_conv is None else 1e-6
+        """What is added to the sum that normalizes the weights of a token's experts: `ROUTER_EPS`, but in the class of LFM2-MoE, the only
+        one with experts beside convolutions."""
+        return ROUTER_EPS if self.short_conv is None else 1e-6
 
     @property
     def attention_layers(self) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from lmworks.errors import UserError
 from lmworks.recipe.schema.tune import ChatData, Thoughts
-from lmworks.tokenizer.chat import with_thoughts
+from lmworks.tokenizer.chat import begin_of_thoughts, with_thoughts
 from lmworks.tokenizer.messages import Message, Span, normal
 from lmworks.tokenizer.tokenizer import Tokenizer
 from lmworks.train.data.row_columns import NoRow
@@ -104,7 +104,7 @@ def _unlearned(message: Message) -> Message:
     if isinstance(thoughts := message.get("reasoning_content"), str) and thoughts.strip():
         return message.having(untrained=spans | {"reasoning_content": [(0, len(thoughts))]})
     thoughts, content = _thoughts(message), str(message["content"])
-    begin = content.rindex(thoughts, 0, content.index("</think>"))  # a thought may be a part of its mark, as `think`
+    begin = begin_of_thoughts(content, thoughts)
     return message.having(untrained=spans | {"content": [*spans.get("content", []), (begin, begin + len(thoughts))]})
 
 

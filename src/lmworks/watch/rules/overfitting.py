@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 
+from lmworks.recipe.scaling_laws import EPOCHS_AS_NEW
 from lmworks.watch.data_facts import passes, validation_by_domain
 from lmworks.watch.evidence import Evidence, Series, ratio
 from lmworks.watch.rule import Change, Exclusion, Finding, Measurement, NotJudged, Rule
 
 _RISE, _FALL, _NATS = 0.02, 0.01, 0.03
 _FEWEST = 4  # validations
-_PASSES = 4.0  # up to which repeated text is nearly as good as new text: arXiv:2305.16264
 
 
 def _check(evidence: Evidence) -> Finding | None:
@@ -40,7 +40,7 @@ def _check(evidence: Evidence) -> Finding | None:
             "fall of train/loss over the same steps", falling, high=_FALL, source="both rise or both fall where the model is not memorizing"
         ),
         Measurement("validation/loss minus train/loss at the end, in nats", after[-1] - end),
-        Measurement("passes over the text", read, high=_PASSES, source="arXiv:2305.16264"),
+        Measurement("passes over the text", read, high=float(EPOCHS_AS_NEW), source="arXiv:2305.16264"),
     ]
     rising = [name for name, one in validation_by_domain(evidence).items() if one.last > one.values.min() * (1 + _RISE)]
     if not measured[1].abnormal or not grown > _NATS or not after[-2] > after[0] * (1 + _RISE / 2):

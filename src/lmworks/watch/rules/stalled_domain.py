@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lmworks.recipe.scaling_laws import EPOCHS_AS_NEW
 from lmworks.watch import trends
 from lmworks.watch.data_facts import domain_shares, domains, middle, mixture_key, mixture_with, passes, stretches, validation_by_domain
 from lmworks.watch.evidence import Evidence, Series, ratio
@@ -40,7 +41,7 @@ def _check(evidence: Evidence) -> Finding | None:
             ),
             Measurement("share of its validations there above the one before", _up(late[worst]), high=0.6, source="noise alone gives 0.5"),
             Measurement("fall of the other domains over the same steps", others),
-            Measurement("passes over its text", read, high=4.0, source="arXiv:2305.16264"),
+            Measurement("passes over its text", read, high=float(EPOCHS_AS_NEW), source="arXiv:2305.16264"),
         ],
         steps=(int(late[worst].steps[0]), int(late[worst].steps[-1])),
         where=f"domain {worst}",
